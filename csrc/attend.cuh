@@ -15,9 +15,9 @@ constexpr int PANEL = 512;        // entries whose addresses are looked up at a 
 constexpr int MAX_SPLITS = 128;   // whose weights fit where the addresses were
 
 // WIDE: more than 8 query heads. FLOAT8: of the cache.
-template <int D, bool WIDE, bool FLOAT8>
+template <int D, bool WIDE, bool FLOAT8, int OF_WARPS = D == 256 ? 2 : 4>
 struct AttendShape {
-  static constexpr int WARPS = D == 256 ? 2 : 4;
+  static constexpr int WARPS = OF_WARPS;
   static constexpr int THREADS = WARPS * 32;
   static constexpr int STAGES = 2;
   static constexpr int ROWS = WIDE ? 16 : 8;           // of query heads
@@ -105,6 +105,68 @@ __device__ __forceinline__ void merge(const AttendParams& p, int64_t pair, int t
   }
 }
 
+// A warp's copies of the keys and values of 16 entries; offsets: of these, below 0 for those that
+// do not count.
+template <typename Shape, bool FLOAT8>
+__device__ __forceinline__ void fetch_entries(const AttendParams& p, const int64_t* offsets,
+                                              uint4* to) {
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < CHUNK * Shape::CACHE_CHUNKS; i += 32) {
+    const int entry = i / Shape::CACHE_CHUNKS, piece = i % Shape::CACHE_CHUNKS;
+    const int64_t offset = offsets[entry];
+    const int64_t from = max(offset, static_cast<int64_t>(0)) + piece * 16;
+    const int at = FLOAT8 ? i : entry * Shape::CACHE_CHUNKS + swizzled(entry, piece);
+    copy_async_or_zero(to + at, p.keys + from, offset >= 0);
+    copy_async_or_zero(to + CHUNK * Shape::CACHE_CHUNKS + at, p.values + from, offset >= 0);
+  }
+}
+
+// Where an entry of a row lies in keys and in values, in bytes. table: the row's.
+__device__ __forceinline__ int64_t offset_of(const AttendParams& p, const int* table, int kv_head,
+                                             int entry) {
+  return table[entry / p.rows.block_size] * p.block_bytes + kv_head * p.head_bytes +
+         entry % p.rows.block_size * p.entry_bytes;
+}
+
+// Adds up what the warps of a CTA have and writes it: the result if there is one split, else its
+// part. warp_out: a warp's sums, `warp_floats` before the next one's.
+template <typename T, int D, int WARPS>
+__device__ __forceinline__ void write_part(const AttendParams& p, int64_t pair, int token,
+                                           int kv_head, int split, int splits,
+                                           const float* warp_out, int warp_floats,
+                                           const float* largest, const float* sums) {
+  const int heads = p.queries.heads;
+  const int64_t first_head = pair * heads;
+  for (int i = threadIdx.x * 4; i < heads * D; i += WARPS * 32 * 4) {
+    const int head = i / D, d = i % D;
+    float top = -infinity(), sum = 0.0f;
+    float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, largest[w * 16 + head]);
+    if (splits == 1 && p.sinks != nullptr) {  // Of several CTAs the last one adds it.
+      const float sink = sink_of<T>(p, kv_head * heads + head);
+      top = fmaxf(top, sink);
+      sum = exp2f(sink - top);
+    }
+    const float shift = top == -infinity() ? 0.0f : top;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const float weight = exp2f(largest[w * 16 + head] - shift);
+      sum += weight * sums[w * 16 + head];
+      add_scaled(out, weight, reinterpret_cast<const float4*>(warp_out + w * warp_floats + i)[0]);
+    }
+    const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
+    out = make_float4(out.x * scale, out.y * scale, out.z * scale, out.w * scale);
+    if (splits == 1) {
+      write_out<T>(p, token, kv_head * heads + head, d, out);
+      continue;
+    }
+    const int64_t at = (first_head + head) * p.splits + split;
+    *reinterpret_cast<float4*>(p.partial_out + at * D + d) = out;
+    if (d == 0) p.partial_lse[at] = sum > 0.0f ? top + log2f(sum) : -infinity();
+  }
+}
+
 template <typename T, int D, bool WIDE, bool FLOAT8, bool CAPPED>
 __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
     attend_kernel(const AttendParams p) {
@@ -169,7 +231,7 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
   }
   if (split >= splits) return;
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   uint4* shared = reinterpret_cast<uint4*>(dynamic_shared());
   uint4* stages = shared + warp * Shape::WARP_CHUNKS;
   uint4* queries = shared + WARPS * Shape::WARP_CHUNKS;
@@ -180,16 +242,7 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
 
   const int* table = p.rows.block_table + request * p.rows.block_table_stride;
   auto fetch = [&](int chunk, int stage) {
-    uint4* to = stages + stage * Shape::STAGE;
-#pragma unroll
-    for (int i = lane; i < CHUNK * Shape::CACHE_CHUNKS; i += 32) {
-      const int entry = i / Shape::CACHE_CHUNKS, piece = i % Shape::CACHE_CHUNKS;
-      const int64_t offset = offsets[chunk * CHUNK + entry];
-      const int64_t from = max(offset, static_cast<int64_t>(0)) + piece * 16;
-      const int at = FLOAT8 ? i : entry * Shape::CACHE_CHUNKS + swizzled(entry, piece);
-      copy_async_or_zero(to + at, p.keys + from, offset >= 0);
-      copy_async_or_zero(to + CHUNK * Shape::CACHE_CHUNKS + at, p.values + from, offset >= 0);
-    }
+    fetch_entries<Shape, FLOAT8>(p, offsets + chunk * CHUNK, stages + stage * Shape::STAGE);
   };
 
   Softmax<T, D, WIDE, CAPPED> softmax;
@@ -205,10 +258,7 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
       if (listed < entries) {
         const int unit = panel == begin ? units[k] : indices[listed / p.unit_tokens];
         const int entry = unit * p.unit_tokens + listed % p.unit_tokens;
-        if (entry < len) {
-          offset = table[entry / p.rows.block_size] * p.block_bytes + kv_head * p.head_bytes +
-                   entry % p.rows.block_size * p.entry_bytes;
-        }
+        if (entry < len) offset = offset_of(p, table, kv_head, entry);
       }
       offsets[i] = offset;
     }
@@ -247,35 +297,9 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
   float* warp_out = reinterpret_cast<float*>(stages);
   softmax.store(warp_out, largest + warp * 16, sums + warp * 16);
   __syncthreads();
-  const float* shared_out = reinterpret_cast<const float*>(shared);
-  const int64_t first_head = pair * heads;
-  for (int i = threadIdx.x * 4; i < heads * D; i += THREADS * 4) {
-    const int head = i / D, d = i % D;
-    float top = -infinity(), sum = 0.0f;
-    float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, largest[w * 16 + head]);
-    if (splits == 1 && p.sinks != nullptr) {  // Of several CTAs the last one adds it.
-      const float sink = sink_of<T>(p, kv_head * heads + head);
-      top = fmaxf(top, sink);
-      sum = exp2f(sink - top);
-    }
-    for (int w = 0; w < WARPS; ++w) {
-      if (largest[w * 16 + head] == -infinity()) continue;
-      const float weight = exp2f(largest[w * 16 + head] - top);
-      sum += weight * sums[w * 16 + head];
-      add_scaled(out, weight,
-                 reinterpret_cast<const float4*>(shared_out + w * (Shape::WARP_CHUNKS * 4) + i)[0]);
-    }
-    const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
-    out = make_float4(out.x * scale, out.y * scale, out.z * scale, out.w * scale);
-    if (splits == 1) {
-      write_out<T>(p, token, kv_head * heads + head, d, out);
-      continue;
-    }
-    const int64_t at = (first_head + head) * p.splits + split;
-    *reinterpret_cast<float4*>(p.partial_out + at * D + d) = out;
-    if (d == 0) p.partial_lse[at] = sum > 0.0f ? top + log2f(sum) : -infinity();
-  }
+  write_part<T, D, WARPS>(p, pair, token, kv_head, split, splits,
+                          reinterpret_cast<const float*>(shared), Shape::WARP_CHUNKS * 4, largest,
+                          sums);
   if (splits == 1) return;
 
   __threadfence();

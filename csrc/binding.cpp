@@ -1,119 +1,26 @@
 // The operators of namespace vllm_kvx, on torch's stable ABI: one build serves torch 2.10 and up.
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <cstdint>
 #include <optional>
 
-#include "params.h"
+#include "tensors.h"
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+using namespace kvx;
 
 namespace {
 
-// Tensors of a call are on one device, whose current stream the kernels go to.
-struct Launch {
-  torch::stable::accelerator::DeviceGuard guard;
-  cudaStream_t stream = nullptr;
-
-  explicit Launch(const Tensor& tensor) : guard(tensor.get_device_index()) {
-    void* current = nullptr;
-    TORCH_ERROR_CODE_CHECK(
-        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &current));
-    stream = static_cast<cudaStream_t>(current);
-    // This library's CUDA runtime is its own, and need not know what torch told its.
-    const cudaError_t error = cudaSetDevice(tensor.get_device_index());
-    STD_TORCH_CHECK(error == cudaSuccess, cudaGetErrorString(error));
-  }
-};
-
-void check(const Tensor& tensor, const char* name, int64_t dims, ScalarType type,
-           bool contiguous = true) {
-  STD_TORCH_CHECK(tensor.is_cuda(), name, " must be on a GPU");
-  STD_TORCH_CHECK(tensor.dim() == dims, name, " must have ", dims, " dimensions");
-  STD_TORCH_CHECK(tensor.scalar_type() == type, name, " has the wrong dtype");
-  STD_TORCH_CHECK(!contiguous || tensor.is_contiguous(), name, " must be contiguous");
+int* histogram_of(const Tensor& histogram, int64_t rows, int64_t heads) {
+  check(histogram, "histogram", 3, ScalarType::Int);
+  check_aligned(histogram, "histogram", 0);
+  STD_TORCH_CHECK(histogram.size(0) >= rows && histogram.size(1) == heads &&
+                      histogram.size(2) == 2048,
+                  "histogram must be (R, G, 2048)");
+  return data<int>(histogram);
 }
 
-// What is copied 16 bytes at a time must begin at multiples of 16 bytes, also along strides.
-void check_aligned(const Tensor& tensor, const char* name, int64_t strided_dims) {
-  bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
-  for (int64_t i = 0; i < strided_dims; ++i) {
-    aligned = aligned && (tensor.size(i) == 1 ||
-                          tensor.stride(i) * static_cast<int64_t>(tensor.element_size()) % 16 == 0);
-  }
-  STD_TORCH_CHECK(aligned, name, " is not aligned to 16 bytes");
-}
-
-template <typename T>
-T* data(const Tensor& tensor) {
-  return static_cast<T*>(tensor.data_ptr());
-}
-
-int64_t byte_stride(const Tensor& tensor, int64_t dim) {
-  return tensor.stride(dim) * static_cast<int64_t>(tensor.element_size());
-}
-
-kvx::Dtype dtype_of(const Tensor& tensor, const char* name, bool may_be_float8) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Half: return kvx::Dtype::FLOAT16;
-    case ScalarType::BFloat16: return kvx::Dtype::BFLOAT16;
-    case ScalarType::Float8_e4m3fn:
-      if (may_be_float8) return kvx::Dtype::FLOAT8_E4M3;
-      break;
-    case ScalarType::Float8_e5m2:
-      if (may_be_float8) return kvx::Dtype::FLOAT8_E5M2;
-      break;
-    default: break;
-  }
-  STD_TORCH_CHECK(false, name, " has a dtype that there is no kernel for");
-}
-
-kvx::Rows rows_of(const Tensor& block_table, const Tensor& tokens, const Tensor& requests,
-                  const Tensor& lens, int64_t block_size) {
-  check(block_table, "block_table", 2, ScalarType::Int, false);
-  STD_TORCH_CHECK(block_table.stride(1) == 1, "block_table must be contiguous in its rows");
-  check(tokens, "tokens", 1, ScalarType::Int);
-  check(requests, "requests", 1, ScalarType::Int);
-  check(lens, "lens", 1, ScalarType::Int);
-  const int64_t rows = lens.size(0);
-  STD_TORCH_CHECK(tokens.size(0) == rows && requests.size(0) == rows,
-                  "tokens, requests and lens must have a value per row");
-  return {data<int>(tokens),      data<int>(requests),   data<int>(lens),
-          data<int>(block_table), block_table.stride(0), static_cast<int>(block_size),
-          static_cast<int>(rows)};
-}
-
-kvx::Queries queries_of(const Tensor& q, int64_t num_kv_heads) {
-  STD_TORCH_CHECK(q.is_cuda() && q.dim() == 3 && q.stride(2) == 1,
-                  "q must be (N, H, D) on a GPU, contiguous in D");
-  check_aligned(q, "q", 2);
-  const int64_t heads = q.size(1), head_dim = q.size(2);
-  STD_TORCH_CHECK(heads % num_kv_heads == 0 && heads / num_kv_heads <= 16,
-                  "q must have 1 to 16 query heads per KV head");
-  STD_TORCH_CHECK(head_dim == 64 || head_dim == 128 || head_dim == 256,
-                  "head dimension must be 64, 128 or 256");
-  return {q.data_ptr(),
-          q.stride(0),
-          q.stride(1),
-          dtype_of(q, "q", false),
-          static_cast<int>(num_kv_heads),
-          static_cast<int>(heads / num_kv_heads),
-          static_cast<int>(head_dim)};
-}
-
-// What both score operators take.
+// What all operators that score take.
 kvx::ScoreParams score_params(const Tensor& q, const Tensor& scales, const Tensor& block_table,
                               const Tensor& tokens, const Tensor& requests, const Tensor& lens,
-                              const Tensor& offsets, const Tensor& scores,
-                              const Tensor& histogram, int64_t group, int64_t reduction,
-                              int64_t splits) {
+                              int64_t group, int64_t reduction) {
   check(scales, "scales", 5, ScalarType::Half, false);
-  check(offsets, "offsets", 1, ScalarType::Long);
-  check(scores, "scores", 2, ScalarType::Float, false);
-  check(histogram, "histogram", 3, ScalarType::Int);
   check_aligned(scales, "scales", 3);
   kvx::ScoreParams p = {};
   p.queries = queries_of(q, scales.size(1));
@@ -123,38 +30,42 @@ kvx::ScoreParams score_params(const Tensor& q, const Tensor& scales, const Tenso
                       (scales.size(2) == 1 || scales.stride(2) == 2 * dim),
                   "scales must be (blocks, G, groups, 2, D), contiguous in the last three");
   p.rows = rows_of(block_table, tokens, requests, lens, scales.size(2) * group);
-  STD_TORCH_CHECK(offsets.size(0) == p.rows.count, "offsets must have a value per row");
-  STD_TORCH_CHECK(scores.size(0) == scales.size(1) && scores.stride(1) == 1,
-                  "scores must be (G, capacity), contiguous in the last");
-  STD_TORCH_CHECK(histogram.size(0) >= p.rows.count && histogram.size(1) == scales.size(1) &&
-                      histogram.size(2) == 2048,
-                  "histogram must be (R, G, 2048)");
   STD_TORCH_CHECK(reduction == 0 || reduction == 1, "reduction must be 0 (max) or 1 (sum)");
-  STD_TORCH_CHECK(splits >= 1 && splits <= 4096, "splits must be 1 to 4096");
   p.scales = data<char>(scales);
   p.scale_block_bytes = byte_stride(scales, 0);
   p.scale_head_bytes = byte_stride(scales, 1);
-  p.offsets = data<int64_t>(offsets);
-  p.scores = data<float>(scores);
-  p.score_stride = scores.stride(0);
-  p.histogram = data<int>(histogram);
   p.group = static_cast<int>(group);
   p.sum = reduction == 1;
-  p.splits = static_cast<int>(splits);
   return p;
 }
 
-void kvx_score(const Tensor& q, const Tensor& codes, const Tensor& scales,
-               const Tensor& block_table, const Tensor& tokens, const Tensor& requests,
-               const Tensor& lens, const Tensor& offsets, const Tensor& scores,
-               const Tensor& histogram, int64_t group, int64_t reduction, int64_t programs) {
+// Where the operators write that leave scores.
+void set_scores(kvx::ScoreParams& p, const Tensor& offsets, const Tensor& scores,
+                const Tensor& histogram) {
+  const int64_t rows = p.rows.count, heads = p.queries.num_kv_heads;
+  check(offsets, "offsets", 1, ScalarType::Long);
+  check(scores, "scores", 2, ScalarType::Float, false);
+  STD_TORCH_CHECK(offsets.size(0) == rows, "offsets must have a value per row");
+  STD_TORCH_CHECK(scores.size(0) == heads && scores.stride(1) == 1,
+                  "scores must be (G, capacity), contiguous in the last");
+  p.offsets = data<int64_t>(offsets);
+  p.scores = data<float>(scores);
+  p.score_stride = scores.stride(0);
+  p.histogram = histogram_of(histogram, rows, heads);
+}
+
+// What operators take that score by 1-bit keys.
+kvx::ScoreParams one_bit_params(const Tensor& q, const Tensor& codes, const Tensor& scales,
+                                const Tensor& block_table, const Tensor& tokens,
+                                const Tensor& requests, const Tensor& lens, int64_t group,
+                                int64_t reduction, int64_t programs) {
   STD_TORCH_CHECK(group == 32 || group == 64 || group == 128 || group == 256,
                   "group must be 32, 64, 128 or 256");
   check(codes, "codes", 4, ScalarType::Int, false);
   check_aligned(codes, "codes", 2);
   STD_TORCH_CHECK(programs >= 1 && programs <= 4096, "programs must be 1 to 4096");
-  kvx::ScoreParams p = score_params(q, scales, block_table, tokens, requests, lens, offsets,
-                                    scores, histogram, group, reduction, 1);
+  kvx::ScoreParams p =
+      score_params(q, scales, block_table, tokens, requests, lens, group, reduction);
   p.programs = static_cast<int>(programs);
   const int64_t words = p.queries.head_dim / 32;
   STD_TORCH_CHECK(codes.size(1) == scales.size(1) && codes.size(2) == p.rows.block_size &&
@@ -167,6 +78,16 @@ void kvx_score(const Tensor& q, const Tensor& codes, const Tensor& scales,
   p.codes = data<char>(codes);
   p.code_block_bytes = byte_stride(codes, 0);
   p.code_head_bytes = byte_stride(codes, 1);
+  return p;
+}
+
+void kvx_score(const Tensor& q, const Tensor& codes, const Tensor& scales,
+               const Tensor& block_table, const Tensor& tokens, const Tensor& requests,
+               const Tensor& lens, const Tensor& offsets, const Tensor& scores,
+               const Tensor& histogram, int64_t group, int64_t reduction, int64_t programs) {
+  kvx::ScoreParams p = one_bit_params(q, codes, scales, block_table, tokens, requests, lens, group,
+                                      reduction, programs);
+  set_scores(p, offsets, scores, histogram);
   const Launch launch(q);
   kvx::score(p, launch.stream);
 }
@@ -176,8 +97,11 @@ void kvx_score_pages(const Tensor& q, const Tensor& scales, const Tensor& block_
                      const Tensor& offsets, const Tensor& scores, const Tensor& histogram,
                      int64_t page, int64_t reduction, int64_t splits) {
   STD_TORCH_CHECK(page >= 1, "page must be positive");
-  const kvx::ScoreParams p = score_params(q, scales, block_table, tokens, requests, lens, offsets,
-                                          scores, histogram, page, reduction, splits);
+  STD_TORCH_CHECK(splits >= 1 && splits <= 4096, "splits must be 1 to 4096");
+  kvx::ScoreParams p =
+      score_params(q, scales, block_table, tokens, requests, lens, page, reduction);
+  set_scores(p, offsets, scores, histogram);
+  p.splits = static_cast<int>(splits);
   const Launch launch(q);
   kvx::score_pages(p, launch.stream);
 }
@@ -186,8 +110,6 @@ void kvx_select(const Tensor& scores, const Tensor& histogram, const Tensor& len
                 const Tensor& budgets, const Tensor& offsets, const Tensor& indices,
                 const Tensor& counts, int64_t unit_tokens, bool overlap, int64_t ctas) {
   check(scores, "scores", 2, ScalarType::Float, false);
-  check(histogram, "histogram", 3, ScalarType::Int);
-  check_aligned(histogram, "histogram", 0);
   check(lens, "lens", 1, ScalarType::Int);
   check(budgets, "budgets", 1, ScalarType::Int);
   check(offsets, "offsets", 1, ScalarType::Long);
@@ -197,9 +119,6 @@ void kvx_select(const Tensor& scores, const Tensor& histogram, const Tensor& len
   STD_TORCH_CHECK(scores.stride(1) == 1, "scores must be contiguous in the last dimension");
   STD_TORCH_CHECK(budgets.size(0) == rows && offsets.size(0) == rows,
                   "budgets and offsets must have a value per row");
-  STD_TORCH_CHECK(histogram.size(0) >= rows && histogram.size(1) == heads &&
-                      histogram.size(2) == 2048,
-                  "histogram must be (R, G, 2048)");
   STD_TORCH_CHECK(indices.size(0) >= rows && indices.size(1) == heads, "indices must be (R, G, K)");
   STD_TORCH_CHECK(counts.size(0) >= rows && counts.size(1) == heads, "counts must be (R, G)");
   STD_TORCH_CHECK(unit_tokens >= 1, "unit_tokens must be positive");
@@ -208,7 +127,7 @@ void kvx_select(const Tensor& scores, const Tensor& histogram, const Tensor& len
   kvx::SelectParams p = {};
   p.scores = data<float>(scores);
   p.score_stride = scores.stride(0);
-  p.histogram = data<int>(histogram);
+  p.histogram = histogram_of(histogram, rows, heads);
   p.lens = data<int>(lens);
   p.budgets = data<int>(budgets);
   p.offsets = data<int64_t>(offsets);
@@ -224,13 +143,14 @@ void kvx_select(const Tensor& scores, const Tensor& histogram, const Tensor& len
   kvx::select(p, launch.stream);
 }
 
-void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
-                const Tensor& block_table, const Tensor& tokens, const Tensor& requests,
-                const Tensor& lens, const Tensor& indices, const Tensor& counts,
-                const Tensor& partial_out, const Tensor& partial_lse, const Tensor& tickets,
-                const Tensor& out, double scale, double key_scale, double value_scale,
-                int64_t unit_tokens, int64_t splits, int64_t programs, bool overlap,
-                double soft_cap, const std::optional<Tensor>& sinks) {
+// What operators take that attend.
+kvx::AttendParams attend_params(const Tensor& q, const Tensor& keys, const Tensor& values,
+                                const Tensor& block_table, const Tensor& tokens,
+                                const Tensor& requests, const Tensor& lens,
+                                const Tensor& partial_out, const Tensor& partial_lse,
+                                const Tensor& out, double scale, double key_scale,
+                                double value_scale, int64_t splits, double soft_cap,
+                                const std::optional<Tensor>& sinks) {
   STD_TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && keys.is_cuda() && values.is_cuda(),
                   "keys and values must be (blocks, G, block_size, D) on a GPU");
   kvx::AttendParams p = {};
@@ -249,21 +169,13 @@ void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
                   "keys must be contiguous in D, and have that of q");
   check_aligned(keys, "keys", 3);
   check_aligned(values, "values", 3);
-  check(indices, "indices", 3, ScalarType::Int);
-  check(counts, "counts", 2, ScalarType::Int);
   check(partial_out, "partial_out", 4, ScalarType::Float);
   check(partial_lse, "partial_lse", 3, ScalarType::Float);
-  check(tickets, "tickets", 2, ScalarType::Int);
   check(out, "out", 3, q.scalar_type(), false);
   check_aligned(partial_out, "partial_out", 0);
   check_aligned(out, "out", 2);
-  const int64_t rows = p.rows.count, kv_heads = keys.size(1), heads = q.size(1), dim = q.size(2);
-  STD_TORCH_CHECK(indices.size(0) >= rows && indices.size(1) == kv_heads,
-                  "indices must be (R, G, K)");
-  STD_TORCH_CHECK(counts.size(0) >= rows && counts.size(1) == kv_heads, "counts must be (R, G)");
-  STD_TORCH_CHECK(tickets.size(0) >= rows && tickets.size(1) == kv_heads, "tickets must be (R, G)");
+  const int64_t rows = p.rows.count, heads = q.size(1), dim = q.size(2);
   STD_TORCH_CHECK(splits >= 1 && splits <= 128, "splits must be 1 to 128");
-  STD_TORCH_CHECK(programs >= 1 && programs <= INT32_MAX, "programs must be positive, of 32 bits");
   STD_TORCH_CHECK(partial_out.size(0) >= rows && partial_out.size(1) == heads &&
                       partial_out.size(2) == splits && partial_out.size(3) == dim,
                   "partial_out must be (R, H, splits, D)");
@@ -272,19 +184,13 @@ void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
                   "partial_lse must be (R, H, splits)");
   STD_TORCH_CHECK(out.size(1) == heads && out.size(2) == dim && out.stride(2) == 1,
                   "out must be like q");
-  STD_TORCH_CHECK(unit_tokens >= 1, "unit_tokens must be positive");
   p.keys = data<char>(keys);
   p.values = data<char>(values);
   p.block_bytes = byte_stride(keys, 0);
   p.head_bytes = byte_stride(keys, 1);
   p.entry_bytes = byte_stride(keys, 2);
-  p.indices = data<int>(indices);
-  p.counts = data<int>(counts);
-  p.max_units = static_cast<int>(indices.size(2));
-  p.unit_tokens = static_cast<int>(unit_tokens);
   p.partial_out = data<float>(partial_out);
   p.partial_lse = data<float>(partial_lse);
-  p.tickets = data<int>(tickets);
   p.out = out.data_ptr();
   p.out_token_stride = out.stride(0);
   p.out_head_stride = out.stride(1);
@@ -304,16 +210,85 @@ void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
   }
   p.value_scale = static_cast<float>(value_scale);
   p.splits = static_cast<int>(splits);
+  return p;
+}
+
+void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
+                const Tensor& block_table, const Tensor& tokens, const Tensor& requests,
+                const Tensor& lens, const Tensor& indices, const Tensor& counts,
+                const Tensor& partial_out, const Tensor& partial_lse, const Tensor& tickets,
+                const Tensor& out, double scale, double key_scale, double value_scale,
+                int64_t unit_tokens, int64_t splits, int64_t programs, bool overlap,
+                double soft_cap, const std::optional<Tensor>& sinks) {
+  kvx::AttendParams p =
+      attend_params(q, keys, values, block_table, tokens, requests, lens, partial_out, partial_lse,
+                    out, scale, key_scale, value_scale, splits, soft_cap, sinks);
+  check(indices, "indices", 3, ScalarType::Int);
+  check(counts, "counts", 2, ScalarType::Int);
+  check(tickets, "tickets", 2, ScalarType::Int);
+  const int64_t rows = p.rows.count, kv_heads = keys.size(1);
+  STD_TORCH_CHECK(indices.size(0) >= rows && indices.size(1) == kv_heads,
+                  "indices must be (R, G, K)");
+  STD_TORCH_CHECK(counts.size(0) >= rows && counts.size(1) == kv_heads, "counts must be (R, G)");
+  STD_TORCH_CHECK(tickets.size(0) >= rows && tickets.size(1) == kv_heads, "tickets must be (R, G)");
+  STD_TORCH_CHECK(programs >= 1 && programs <= INT32_MAX, "programs must be positive, of 32 bits");
+  STD_TORCH_CHECK(unit_tokens >= 1, "unit_tokens must be positive");
+  p.indices = data<int>(indices);
+  p.counts = data<int>(counts);
+  p.max_units = static_cast<int>(indices.size(2));
+  p.unit_tokens = static_cast<int>(unit_tokens);
+  p.tickets = data<int>(tickets);
   p.programs = static_cast<int>(programs);
   p.overlap = overlap;
   const Launch launch(q);
   kvx::attend(p, launch.stream);
 }
 
+void kvx_fused(const Tensor& q, const Tensor& codes, const Tensor& scales, const Tensor& keys,
+               const Tensor& values, const Tensor& block_table, const Tensor& tokens,
+               const Tensor& requests, const Tensor& lens, const Tensor& budgets,
+               const Tensor& state, const Tensor& partial_out, const Tensor& partial_lse,
+               const Tensor& out, int64_t group, double scale, double key_scale,
+               double value_scale, int64_t max_units, int64_t splits, int64_t programs,
+               const std::optional<Tensor>& sinks) {
+  kvx::FusedParams p = {};
+  p.score = one_bit_params(q, codes, scales, block_table, tokens, requests, lens, group, 0,
+                           programs);
+  p.attend = attend_params(q, keys, values, block_table, tokens, requests, lens, partial_out,
+                           partial_lse, out, scale, key_scale, value_scale, splits, 0, sinks);
+  check(budgets, "budgets", 1, ScalarType::Int);
+  check(state, "state", 2, ScalarType::Int);
+  check_aligned(state, "state", 1);
+  const int64_t rows = p.score.rows.count;
+  STD_TORCH_CHECK(budgets.size(0) == rows, "budgets must have a value per row");
+  STD_TORCH_CHECK(p.attend.cache_dtype == p.attend.queries.dtype, "keys must have the dtype of q");
+  STD_TORCH_CHECK(p.score.queries.heads <= 8, "q must have 1 to 8 query heads per KV head");
+  STD_TORCH_CHECK(keys.size(1) == scales.size(1) && keys.size(2) == p.score.rows.block_size,
+                  "keys and scales must be of the same blocks");
+  STD_TORCH_CHECK(state.size(0) >= rows * keys.size(1) && state.size(1) == kvx::FUSED_STATE,
+                  "state must be (R G, ", kvx::FUSED_STATE, ")");
+  STD_TORCH_CHECK(block_table.size(1) * keys.size(2) <= (int64_t{1} << kvx::FUSED_INDEX_BITS),
+                  "rows must have at most 4,194,304 entries");
+  STD_TORCH_CHECK(max_units >= 1 && max_units <= INT32_MAX, "max_units must be positive");
+  p.budgets = data<int>(budgets);
+  p.max_units = static_cast<int>(max_units);
+  p.state = data<int>(state);
+  p.programs = static_cast<int>(programs);
+  p.max_len = static_cast<int>(block_table.size(1) * keys.size(2));
+  const Launch launch(q);
+  kvx::fused(p, launch.stream);
+}
+
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) const char* kvx_device_error(int device) {
   return kvx::device_error(device);
+}
+
+// See kvx::fused_longest.
+extern "C" __attribute__((visibility("default"))) int64_t kvx_fused_longest(
+    int device, int head_dim, int heads, int kv_heads, int rows, int splits, int programs) {
+  return kvx::fused_longest(device, head_dim, heads, kv_heads, rows, splits, programs);
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(vllm_kvx, library) {
@@ -335,6 +310,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_kvx, library) {
       "Tensor(b!) partial_lse, Tensor(c!) tickets, Tensor(d!) out, float scale, float key_scale, "
       "float value_scale, int unit_tokens, int splits, int programs, bool overlap, "
       "float soft_cap, Tensor? sinks) -> ()");
+  library.def(
+      "kvx_fused(Tensor q, Tensor codes, Tensor scales, Tensor keys, Tensor values, "
+      "Tensor block_table, Tensor tokens, Tensor requests, Tensor lens, Tensor budgets, "
+      "Tensor(a!) state, Tensor(b!) partial_out, Tensor(c!) partial_lse, Tensor(d!) out, "
+      "int group, float scale, float key_scale, float value_scale, int max_units, int splits, "
+      "int programs, Tensor? sinks) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_kvx, CUDA, library) {
@@ -342,4 +323,5 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_kvx, CUDA, library) {
   library.impl("kvx_score_pages", TORCH_BOX(&kvx_score_pages));
   library.impl("kvx_select", TORCH_BOX(&kvx_select));
   library.impl("kvx_attend", TORCH_BOX(&kvx_attend));
+  library.impl("kvx_fused", TORCH_BOX(&kvx_fused));
 }

@@ -27,6 +27,17 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
                : "memory");
 }
 
+// The same of 4 bytes.
+__device__ __forceinline__ void copy_async_4(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+
+// Brings what will be read soon into the level 2 cache, and its address into those of the walk.
+__device__ __forceinline__ void prefetch(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 // The same, or zeros if not `valid`.
 __device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;

@@ -37,9 +37,10 @@ void allow_shared_memory(int bytes) {
 
 // overlap: the kernel may start before the one before it on the stream has ended, and waits for it
 // by itself (device.cuh). Taken for false before Hopper.
+// cooperative: it runs only once there is room for all of its CTAs.
 template <typename Params, void (*KERNEL)(Params)>
 void launch(dim3 grid, int threads, int shared_bytes, int cluster, cudaStream_t stream,
-            const Params& params, bool overlap = false) {
+            const Params& params, bool overlap = false, bool cooperative = false) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   allow_shared_memory<Params, KERNEL>(shared_bytes);
   cudaLaunchConfig_t config = {};
@@ -47,7 +48,7 @@ void launch(dim3 grid, int threads, int shared_bytes, int cluster, cudaStream_t 
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[3];
   config.attrs = attributes;
   if (cluster > 1) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
@@ -59,6 +60,11 @@ void launch(dim3 grid, int threads, int shared_bytes, int cluster, cudaStream_t 
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cooperative) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
   }
   check_cuda(cudaLaunchKernelEx(&config, KERNEL, params), "launch failed");
 }

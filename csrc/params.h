@@ -84,6 +84,26 @@ struct AttendParams {
   bool overlap;              // may start before the kernel before has ended
 };
 
+// Of one launch that scores, selects and attends: FIER, at most 8 query heads per KV head, `max`.
+struct FusedParams {
+  ScoreParams score;         // offsets, scores, histogram: unused
+  AttendParams attend;       // indices, counts, tickets, programs: unused; splits: CTAs of a row
+  const int* budgets;        // (R,)
+  int max_units;
+  int* state;                // (pairs, FUSED_STATE), zero between launches but for the lists
+  int programs;              // multiprocessors: so many CTAs run at once
+  int max_len;               // entries that a row has at most
+  int room, stages;          // set by the launch: steps in shared memory; chunks under way
+};
+// Two histograms, the CTAs that have come and what they have listed, and candidates of 64 bits.
+constexpr int FUSED_LISTED = 4096, FUSED_INDEX_BITS = 22;
+constexpr int FUSED_COUNTERS = 2 * 2048, FUSED_LIST = FUSED_COUNTERS + 64;
+constexpr int FUSED_STATE = FUSED_LIST + 2 * FUSED_LISTED;
+
+void fused(const FusedParams& params, cudaStream_t stream);
+// Entries that each of `rows` rows may have at most; heads: per KV head.
+int64_t fused_longest(int device, int head_dim, int heads, int kv_heads, int rows, int splits,
+                      int programs);
 void score(const ScoreParams& params, cudaStream_t stream);
 void score_pages(const ScoreParams& params, cudaStream_t stream);
 void select(const SelectParams& params, cudaStream_t stream);
@@ -93,6 +113,9 @@ void attend(const AttendParams& params, cudaStream_t stream);
 void score_64(const ScoreParams& params, cudaStream_t stream);
 void score_128(const ScoreParams& params, cudaStream_t stream);
 void score_256(const ScoreParams& params, cudaStream_t stream);
+void fused_64(const FusedParams& params, cudaStream_t stream);
+void fused_128(const FusedParams& params, cudaStream_t stream);
+void fused_256(const FusedParams& params, cudaStream_t stream);
 void attend_64(const AttendParams& params, cudaStream_t stream);
 void attend_128(const AttendParams& params, cudaStream_t stream);
 void attend_256(const AttendParams& params, cudaStream_t stream);

@@ -28,13 +28,16 @@ inline int most_parts(int rows, int heads, int programs) {
 
 // The `index`-th part of a KV head, of rows that have as many as their share of all steps: some
 // are longer than others, and of a CUDA graph's some are empty. Each warp finds it for itself.
-template <int STEP, int WARPS>
-__device__ __forceinline__ Part find_part(const ScoreParams& p, int index, int heads, int launched) {
+// ONE_WAVE: there are at most `launched` parts of a KV head in all, and `most` of a row; scores
+// stay where they are made, so that a row has no offset.
+template <int STEP, int WARPS, bool ONE_WAVE = false>
+__device__ __forceinline__ Part find_part(const ScoreParams& p, int index, int heads, int launched,
+                                          int most = 0) {
   const int lane = threadIdx.x % 32, rows = p.rows.count;
   auto load = [&](int row) {
     if (row >= rows) return Part{};
     return Part{row, 0, 0, p.rows.lens[row], p.rows.tokens[row], p.rows.requests[row],
-                p.offsets[row]};
+                ONE_WAVE ? 0 : p.offsets[row]};
   };
   auto steps_of = [](int len) { return (len + STEP - 1) / STEP; };
   Part mine = load(lane);  // all at once: each is a trip to memory
@@ -53,7 +56,10 @@ __device__ __forceinline__ Part find_part(const ScoreParams& p, int index, int h
   for (int first = 0; first < rows; first += 32) {
     if (first) len = first + lane < rows ? p.rows.lens[first + lane] : 0;
     const int64_t steps = steps_of(len);
-    const int parts = steps ? max(static_cast<int>(steps * launch / all), 1) : 0;
+    int parts = steps ? max(static_cast<int>(steps * launch / all), 1) : 0;
+    if constexpr (ONE_WAVE) {
+      parts = steps ? min(static_cast<int>(1 + steps * (launched - live) / all), most) : 0;
+    }
     const int end = before + sum_up_to(parts);
     if (const unsigned past = __ballot_sync(ALL_LANES, end > index)) {
       const int from = __ffs(past) - 1;

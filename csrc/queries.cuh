@@ -97,10 +97,15 @@ struct Reduction {
 };
 
 // Writes what the CTA counted to the row's histogram.
+template <int THREADS>
 __device__ __forceinline__ void add_histogram(const int* counted, int* histogram) {
-  for (int bin = threadIdx.x; bin < KEY_BINS; bin += blockDim.x) {
-    const int count = counted[bin];
-    if (count) atomicAdd(histogram + bin, count);
+  constexpr int PER = KEY_BINS / THREADS;
+  int counts[PER];
+#pragma unroll
+  for (int i = 0; i < PER; ++i) counts[i] = counted[i * THREADS + threadIdx.x];
+#pragma unroll
+  for (int i = 0; i < PER; ++i) {
+    if (counts[i]) atomicAdd(histogram + i * THREADS + threadIdx.x, counts[i]);
   }
 }
 

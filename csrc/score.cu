@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(PageShape<D, TILES>::THREADS, 2)
     }
   }
   __syncthreads();
-  add_histogram(counted, p.histogram + (static_cast<int64_t>(row) * gridDim.y + head) * KEY_BINS);
+  add_histogram<Shape::THREADS>(counted, p.histogram + (static_cast<int64_t>(row) * gridDim.y + head) * KEY_BINS);
 }
 
 template <int D>

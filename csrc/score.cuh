@@ -9,7 +9,6 @@
 // else that can be is computed once, before the loop.
 #pragma once
 
-#include "launch.cuh"
 #include "parts.cuh"
 #include "queries.cuh"
 
@@ -20,11 +19,11 @@ namespace kvx {
 constexpr int STEP = 64, RUNS = 2, RUN = STEP / RUNS;
 
 // HEADS: query heads in a product's 8 columns. Of 4 heads, a second copy serves the second run.
-template <int D, int TILES, int HEADS>
+template <int D, int TILES, int HEADS, int OF_WARPS = D == 256 ? 4 : 8, int OF_STAGES = 4>
 struct ScoreShape {
-  static constexpr int WARPS = D == 256 ? 4 : 8;
+  static constexpr int WARPS = OF_WARPS;
   static constexpr int THREADS = WARPS * 32;
-  static constexpr int STAGES = 4;
+  static constexpr int STAGES = OF_STAGES;
   static constexpr int PASSES = D == 256 ? 2 : 1;  // 32-bit words of a token that a lane holds
   static constexpr int CHUNKS = D / 32;            // of 8 channels that a lane holds
   // Of 16 bytes, in shared memory: codes, then scales, then zeros.
@@ -238,39 +237,36 @@ __device__ __forceinline__ void reduce_quad(const float (&best)[4], float (&scor
   reduce_pair<SUM>(best, scores, 1);
 }
 
-template <int D, int TILES, int HEADS, bool SUM>
-__global__ void __launch_bounds__(ScoreShape<D, TILES, HEADS>::THREADS, D == 256 ? 3 : 2)
-    score_kernel(const ScoreParams p) {
-  using Shape = ScoreShape<D, TILES, HEADS>;
-  let_next_kernel_start();
-  const int head = blockIdx.x;
-  const Part mine = find_part<STEP, Shape::WARPS>(p, blockIdx.y, gridDim.x, gridDim.y);
-  const int row = mine.row, len = mine.len, token = mine.token, request = mine.request;
-  const int64_t offset = mine.offset;
-  if (row < 0) return;
-  const int steps = (len + STEP - 1) / STEP, warps = mine.parts * Shape::WARPS;
+// Steps of a warp: `count` of them, from `first` on every `apart`-th. Its scores go `out_apart`
+// floats apart, step by step, from `out` on.
+struct WarpSteps {
+  int first, apart, count;
+  float* out;
+  int out_apart;
+};
+
+// Scores a warp's steps and counts them. All warps of the CTA take part, of one row and head; the
+// shared memory is that of ScoreShape. Returns counts by the top 11 bits, of the CTA.
+// before_last is called by every warp when all that it reads is under way.
+template <typename Shape, int D, int TILES, int HEADS, bool SUM, typename BeforeLast>
+__device__ __forceinline__ int* score_steps(const ScoreParams& p, const Part& row, int head,
+                                            const WarpSteps& steps, uint4* shared,
+                                            BeforeLast before_last) {
+  const int len = row.len;
   // From one lane: the compiler then knows that it is the same in all.
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int cta_warp = mine.part * Shape::WARPS;
-  if (share_begin(steps, cta_warp, warps) ==
-      share_begin(steps, cta_warp + Shape::WARPS, warps)) {
-    return;
-  }
-  const int first = share_begin(steps, cta_warp + warp, warps);
-  const int last = share_begin(steps, cta_warp + warp + 1, warps);
   const int group_bits = 31 - __clz(p.group);
   const int full = keep((len - 1) >> group_bits << group_bits);  // tokens of full groups
   const bool two_groups = p.group < STEP;
 
   // Under way while addresses are looked up.
-  const QueryLoader<D, TILES, HEADS, true, Shape::THREADS> loader(p.queries, token, head);
-  uint4* shared = reinterpret_cast<uint4*>(dynamic_shared());
+  const QueryLoader<D, TILES, HEADS, true, Shape::THREADS> loader(p.queries, row.token, head);
   uint4* fragments = shared + Shape::WARPS * Shape::STAGES * Shape::STAGE_CHUNKS;
   int* counted = reinterpret_cast<int*>(fragments + Shape::QUERY_CHUNKS);
   float* scratch = reinterpret_cast<float*>(counted + KEY_BINS);
 
   // Where the runs of the next steps are, one per lane, in units of 16 bytes.
-  const int* table = p.rows.block_table + request * p.rows.block_table_stride;
+  const int* table = p.rows.block_table + row.request * p.rows.block_table_stride;
   const uint4* codes = reinterpret_cast<const uint4*>(p.codes + head * p.code_head_bytes);
   const uint4* scales = reinterpret_cast<const uint4*>(p.scales + head * p.scale_head_bytes);
   const uint4 *lane_codes = keep(codes + lane), *lane_scales = keep(scales + lane);
@@ -278,30 +274,33 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, HEADS>::THREADS, D == 256
   char* to_codes = reinterpret_cast<char*>(stages) + keep(lane * 16);
   char* to_scales =
       reinterpret_cast<char*>(stages) + keep((Shape::CODE_CHUNKS + spread(lane)) * 16);
-  auto stage_of = [&](int step) {
-    return static_cast<unsigned>(step - first) % Shape::STAGES * Shape::STAGE_CHUNKS * 16;
+  auto stage_of = [&](int index) {
+    return static_cast<unsigned>(index) % Shape::STAGES * Shape::STAGE_CHUNKS * 16;
+  };
+  auto token_of = [&](int run) {
+    return (steps.first + run / RUNS * steps.apart) * STEP + run % RUNS * RUN;
   };
   auto block_of = [&](int run) {
-    const int first_token = (run + lane) * RUN;
+    const int first_token = token_of(run + lane);
     return first_token < full ? table[first_token / p.rows.block_size] : 0;
   };
-  int window = first * RUNS - 32, next_block = first < last ? block_of(window + 32) : 0;
+  int window = -32, next_block = steps.count > 0 ? block_of(0) : 0;
   uint32_t codes_at = 0, scales_at = 0;
   // Of tokens that are in no full group something else is read, and not used.
-  auto fetch = [&](int step) {
-    if (step * RUNS >= window + 32) {
+  auto fetch = [&](int index) {
+    if (index * RUNS >= window + 32) {
       window += 32;
       const uint32_t block = next_block;
       next_block = block_of(window + 32);  // not waited for
-      const int slot = (window + lane) * RUN % p.rows.block_size;
+      const int slot = token_of(window + lane) % p.rows.block_size;
       codes_at = block * static_cast<uint32_t>(p.code_block_bytes / 16) + slot * D / 128;
       scales_at = block * static_cast<uint32_t>(p.scale_block_bytes / 16) +
                   (slot >> group_bits) * Shape::SCALE_CHUNKS;
     }
-    const int stage = stage_of(step);
+    const int stage = stage_of(index);
 #pragma unroll
     for (int run = 0; run < RUNS; ++run) {
-      const int from = step * RUNS + run - window;
+      const int from = index * RUNS + run - window;
       const uint4* code = lane_codes + __shfl_sync(ALL_LANES, codes_at, from);
       const uint4* scale = lane_scales + __shfl_sync(ALL_LANES, scales_at, from);
 #pragma unroll
@@ -318,7 +317,7 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, HEADS>::THREADS, D == 256
   };
 #pragma unroll 1
   for (int i = 0; i < Shape::STAGES - 1; ++i) {
-    if (first + i < last) fetch(first + i);
+    if (i < steps.count) fetch(i);
     copy_commit();
   }
 
@@ -329,18 +328,23 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, HEADS>::THREADS, D == 256
   constexpr int APART = HEADS == 4 ? 16 : 32;  // tokens, of the lane's two scores
   const int lane_token =
       keep((HEADS == 4 ? lane % 4 / 2 * RUN + lane % 2 * 8 : lane % 4 * 8) + lane / 4);
-  float* out = p.scores + head * p.score_stride + offset + first * STEP + lane_token;
+  float* out = steps.out + lane_token;
   auto count = [&](float score) {
     atomicAdd(counted + (order_key_unless_negative_zero(score) >> KEY_SHIFT), 1);
   };
-  for (int step = first; step < last; ++step, out += STEP) {
+  for (int index = 0, step = steps.first; index < steps.count;
+       ++index, step += steps.apart, out += steps.out_apart) {
     copy_wait<Shape::STAGES - 2>();
     __syncwarp();
-    if (step + Shape::STAGES - 1 < last) fetch(step + Shape::STAGES - 1);
+    if (index + Shape::STAGES - 1 < steps.count) {
+      fetch(index + Shape::STAGES - 1);
+    } else if (index + Shape::STAGES - 1 == steps.count) {
+      before_last();
+    }
     copy_commit();
 
     float best[SCORES<HEADS>], scores[2];
-    score_step<D, TILES, HEADS, SUM>(stage_of(step), queries, at, best);
+    score_step<D, TILES, HEADS, SUM>(stage_of(index), queries, at, best);
     reduce_quad<SUM>(best, scores);
     // NaN becomes -inf, as every comparison of the selection has it, and -0.0 becomes 0.0.
 #pragma unroll
@@ -363,32 +367,7 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, HEADS>::THREADS, D == 256
     }
   }
   __syncthreads();
-  add_histogram(counted, p.histogram + (static_cast<int64_t>(row) * gridDim.x + head) * KEY_BINS);
-}
-
-template <int D, int TILES, int HEADS>
-void launch_score(const ScoreParams& p, cudaStream_t stream) {
-  using Shape = ScoreShape<D, TILES, HEADS>;
-  const int heads = p.queries.num_kv_heads;
-  const dim3 grid(heads, p.rows.count ? most_parts(p.rows.count, heads, p.programs) : 0);
-  if (p.sum) {
-    launch<ScoreParams, score_kernel<D, TILES, HEADS, true>>(grid, Shape::THREADS,
-                                                             Shape::SHARED_BYTES, 1, stream, p);
-  } else {
-    launch<ScoreParams, score_kernel<D, TILES, HEADS, false>>(grid, Shape::THREADS,
-                                                              Shape::SHARED_BYTES, 1, stream, p);
-  }
-}
-
-template <int D>
-void score_dim(const ScoreParams& p, cudaStream_t stream) {
-  if (p.queries.heads <= 4) {
-    launch_score<D, 1, 4>(p, stream);
-  } else if (p.queries.heads <= 8) {
-    launch_score<D, 1, 8>(p, stream);
-  } else {
-    launch_score<D, 2, 8>(p, stream);
-  }
+  return counted;
 }
 
 }  // namespace kvx

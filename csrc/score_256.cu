@@ -1,4 +1,4 @@
-#include "score.cuh"
+#include "score_kernel.cuh"
 
 namespace kvx {
 

@@ -5,6 +5,7 @@
 // as long as they are too many to list, a pass over all keys settles a digit. Of units at the
 // threshold the first ones are taken. The CTAs of a cluster share a row and KV head; each has its
 // share's scores in shared memory, a tile at a time, and reads the others' lists.
+#include "bins.cuh"
 #include "device.cuh"
 #include "launch.cuh"
 #include "params.h"
@@ -39,49 +40,6 @@ struct SelectShared {
   int2 owners[CTAS * WARPS];     // of all: selected keys above and at the threshold
   uint4 scores[KEY_QUADS];
 };
-
-// The float whose order_key this is; for keys beyond those of infinities, an infinity. That of
-// negative zero no score has: it becomes the number below, as it would equal zero.
-__device__ __forceinline__ float float_of(uint32_t key) {
-  key = min(max(key, 0x007fffffu), 0xff800000u);
-  if (key == 0x7fffffffu) --key;
-  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
-}
-
-// Of bins in descending order the one in which the `wanted`-th unit is.
-struct Bin {
-  int bin, rank, count;  // rank: of the wanted unit among the bin's `count`, from 1
-};
-
-// Each thread has four neighbouring bins, the first thread the highest.
-__device__ __forceinline__ int4 read_bins(const int* bins) {
-  return reinterpret_cast<const int4*>(bins)[THREADS - 1 - threadIdx.x];
-}
-
-__device__ __noinline__ Bin find_bin(int4 bins, int wanted, int* warp_sums, int* found) {
-  static_assert(KEY_BINS == THREADS * 4);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int counts[4] = {bins.w, bins.z, bins.y, bins.x};
-  const int sum = bins.x + bins.y + bins.z + bins.w;
-  int before = sum_up_to(sum);
-  if (lane == 31) warp_sums[warp] = before;
-  if (threadIdx.x < 3) found[threadIdx.x] = 0;
-  __syncthreads();
-  before -= sum;
-  #pragma unroll 4
-  for (int i = 0; i < warp; ++i) before += warp_sums[i];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (before < wanted && wanted <= before + counts[i]) {
-      found[0] = KEY_BINS - 1 - (threadIdx.x * 4 + i);
-      found[1] = wanted - before;
-      found[2] = counts[i];
-    }
-    before += counts[i];
-  }
-  __syncthreads();
-  return {found[0], found[1], found[2]};
-}
 
 // A CTA's share of the units, in quads: four of them where scores are aligned to 16 bytes. The
 // first quad and the last one may hold what is no unit. A thread has `per` quads side by side at a
@@ -166,8 +124,8 @@ __device__ __forceinline__ T* in_peer(T* mine, int rank) {
 // Of keys that have the bits above `above` in common with `prefix`, counts (key >> shift) & mask,
 // over the cluster. Returns this thread's bins.
 template <int CTAS>
-__device__ __noinline__ int4 count_digits(Share share, int* histogram, uint32_t prefix, int above,
-                                          int shift, uint32_t mask) {
+__device__ __noinline__ Bins<THREADS> count_digits(Share share, int* histogram, uint32_t prefix,
+                                                   int above, int shift, uint32_t mask) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < KEY_BINS; i += THREADS) histogram[i] = 0;
   __syncthreads();
@@ -184,13 +142,10 @@ __device__ __noinline__ int4 count_digits(Share share, int* histogram, uint32_t 
         }
       });
   sync_cluster<CTAS>();
-  if constexpr (CTAS == 1) return read_bins(histogram);
-  int4 sum = make_int4(0, 0, 0, 0);
+  if constexpr (CTAS == 1) return read_bins<THREADS>(histogram);
+  Bins<THREADS> sum = {};
 #pragma unroll 2
-  for (int cta = 0; cta < CTAS; ++cta) {
-    const int4 bins = read_bins(in_peer<CTAS>(histogram, cta));
-    sum.x += bins.x, sum.y += bins.y, sum.z += bins.z, sum.w += bins.w;
-  }
+  for (int cta = 0; cta < CTAS; ++cta) sum.add(read_bins<THREADS>(in_peer<CTAS>(histogram, cta)));
   return sum;
 }
 
@@ -241,10 +196,10 @@ __global__ void __launch_bounds__(THREADS, CTAS == MOST_CTAS ? 1 : 2)
 
   // Bits of the threshold from `shift` on are known, and how many keys have them too.
   if (threadIdx.x == 0) shared.listed = 0;
-  auto find = [&](int4 bins, int wanted) {
+  auto find = [&](const Bins<THREADS>& bins, int wanted) {
     return find_bin(bins, wanted, shared.warp_sums[0], shared.found);
   };
-  Bin found = find(read_bins(global_histogram), budget);
+  Bin found = find(read_bins<THREADS>(global_histogram), budget);
   uint32_t threshold = static_cast<uint32_t>(found.bin) << KEY_SHIFT;
   int shift = KEY_SHIFT;
   while (shift > 0 && found.count > LISTED) {
@@ -326,7 +281,7 @@ __global__ void __launch_bounds__(THREADS, CTAS == MOST_CTAS ? 1 : 2)
       if (low >> known == prefix) atomicAdd(shared.histogram + (low >> shift & mask), 1);
     }
     __syncthreads();
-    found = find(read_bins(shared.histogram), found.rank);
+    found = find(read_bins<THREADS>(shared.histogram), found.rank);
     threshold |= static_cast<uint32_t>(found.bin) << shift;
   }
 

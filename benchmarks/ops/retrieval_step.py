@@ -4,8 +4,10 @@
 replays a graph of one operator, which adds what it takes to start a graph, some 5 us, to each time.
 Here the layers of a step follow one another as they do in a server's graph, over caches of their
 own, so that L2 holds nothing of the next one's. `us` is the graph's time by its layers, the lower
-of two medians; `stock` is FlashAttention as vLLM calls it. 6of8x130000 is six requests in a graph
-for eight, as vLLM has no graph for six. Llama-3.1-8B's shape or another in bf16, blocks anywhere.
+of two medians; `stock` is FlashAttention as vLLM calls it. `as served` does a layer in as many
+launches as `launches` says, one or three, and `three launches` in three. 6of8x130000 is six
+requests in a graph for eight, as vLLM has no graph for six. Llama-3.1-8B's shape or another in
+bf16, blocks anywhere.
 """
 
 import argparse
@@ -71,18 +73,29 @@ class Case:
 
 
 def variants_of(scratch: retrieve.Scratch, rows: int) -> dict[str, retrieve.Scratch]:
-    """What could run in place of what does, by name."""
-    found = {"as served": scratch}
+    """What could run in place of what does, by name; but for one launch, variants of the three."""
+    found, three = {"as served": scratch}, scratch.that_chooses
+    if scratch.one_launch is not None:
+        # The served one is the same where one launch does not take the step.
+        found["three launches"] = three
     for on in (0, 1 << 30):
-        if (rows <= on) != (rows <= scratch.overlap_rows):
-            found["overlapped" if on else "apart"] = replace(scratch, overlap_rows=on)
+        if (rows <= on) != (rows <= three.overlap_rows):
+            found["overlapped" if on else "apart"] = replace(three, overlap_rows=on)
     for ctas in (1, 2, 4, 8):
-        found[f"select by {ctas}"] = replace(scratch, select_ctas=ctas)
+        found[f"select by {ctas}"] = replace(three, select_ctas=ctas)
     for ctas in (132, 528):
-        found[f"score by {ctas}"] = replace(scratch, score_programs=ctas)
+        found[f"score by {ctas}"] = replace(three, score_programs=ctas)
     for ctas in (132, 264, 528, 792):
-        found[f"attend by {ctas}"] = with_attend_ctas(scratch, ctas)
+        found[f"attend by {ctas}"] = with_attend_ctas(three, ctas)
     return found
+
+
+def launches_of(scratch: retrieve.Scratch, step: Decode) -> int:
+    """In how many launches a layer of the step is served."""
+    one, layer = scratch.one_launch, step.layer
+    if one is None:
+        return 3
+    return 1 if one.takes(step.query, layer.paged, step.table, len(step.rows.lens), None) else 3
 
 
 def _retrieve(scratch: retrieve.Scratch, step: Decode, chosen: bool = False) -> Call:
@@ -114,7 +127,8 @@ def case(
     count = max(2, min(count, int(CACHE_BYTES // of_layer)))
     steps += [layer() for _ in range(count - 1)]
     scratch = steps[0].scratch("cuda")
-    report: dict[str, Any] = {"layers": count, "times": TIMES}
+    launches = launches_of(scratch, steps[0])
+    report: dict[str, Any] = {"layers": count, "times": TIMES, "launches": launches}
 
     def time(name: str, op: str, make: Callable[[int, Decode], Call]) -> None:
         calls = [make(i, step) for i, step in enumerate(steps * TIMES)]
@@ -126,7 +140,8 @@ def case(
     time("stock", "stock", lambda _, step: stock_attention(step))
     variants = variants_of(scratch, size.rows)
     ways = {name: partial(_reuse, each, 1) for name, each in variants.items()}
-    ways |= {f"reuse_layers={n}": partial(_reuse, scratch, n) for n in (2, 3, 4, 8)}
+    chooses = scratch.that_chooses
+    ways |= {f"reuse_layers={n}": partial(_reuse, chooses, n) for n in (2, 3, 4, 8)}
     for name, way in ways.items():
         if only and name not in only:
             continue

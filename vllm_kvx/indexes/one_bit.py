@@ -22,6 +22,7 @@ class OneBit(Index[Sidecar]):
 
     name = "one_bit"
     cuda_reductions = tuple(cuda.REDUCTIONS)
+    in_one_launch = True
 
     def unit(self, group: int) -> int:
         return 1

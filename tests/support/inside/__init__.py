@@ -14,6 +14,7 @@ from support.inside.graphs import (
     count_waiting_graphs,
     draft_from,
     drafting_without_graphs,
+    one_launch_ran,
     replay_waiting_steps,
     replaying_drafts,
     room_for_scores,

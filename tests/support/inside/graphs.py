@@ -14,8 +14,23 @@ from support.inside.runner import model_state
 
 def tickets(engine: Any) -> Tensor:
     """Scratch of retrieval that is zero between its ops, flat."""
-    scratch = model_state(engine).retrieval.scratch
-    return torch.cat([scratch.histogram.flatten(), scratch.tickets.flatten()])
+    return torch.cat([x.flatten() for x in model_state(engine).retrieval.scratch.zeroed])
+
+
+def one_launch_ran(engine: Any) -> bool:
+    """Whether layers have retrieved in one launch since this was asked the last time.
+
+    Such a launch lists entries that may be its last one, and leaves the list as it is.
+    """
+    from vllm_kvx.ops.retrieval.cuda import FUSED_LIST
+
+    one = model_state(engine).retrieval.scratch.one_launch
+    if one is None:
+        return False
+    listed = one.state[:, FUSED_LIST:]
+    ran = bool(listed.any())
+    listed.zero_()
+    return ran
 
 
 def room_for_scores(monkeypatch: pytest.MonkeyPatch, entries: int) -> None:

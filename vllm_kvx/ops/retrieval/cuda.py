@@ -29,6 +29,11 @@ REDUCTIONS = {"max": 0, "sum": 1}
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 MAX_SHARE = 16
+# Of one launch that does it all: the largest share, and int32 that it keeps per row and KV head, of
+# which the last ones are a list that is not zero between launches.
+FUSED_MAX_SHARE = 8
+FUSED_LIST = 2 * HISTOGRAM_BINS + 64
+FUSED_STATE = FUSED_LIST + 2 * 4096
 # Up to so many rows selection and attention may start before the operator before them has ended, on
 # Hopper and later (programmatic dependent launch). With one row, where a layer is mostly their
 # starting, it takes 1 to 6% less. With several they wait where others could run, or not: six of
@@ -210,6 +215,91 @@ def select(
     torch.ops.vllm_kvx.kvx_select(
         scores, histogram, lens, budgets, offsets, indices, counts, unit_tokens, overlap, ctas
     )
+
+
+def fused(
+    q: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    tokens: Tensor,
+    requests: Tensor,
+    lens: Tensor,
+    budgets: Tensor,
+    state: Tensor,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    out: Tensor,
+    group: int,
+    scale: float,
+    key_scale: float,
+    value_scale: float,
+    max_units: int,
+    splits: int,
+    programs: int,
+    sinks: Tensor | None = None,
+) -> None:
+    """What ``score``, ``select`` and ``attend`` do of single tokens, in one launch.
+
+    It chooses the same tokens. Scores are reduced by their maximum; keys have the dtype of q, and
+    at most 8 query heads share a KV head. For Hopper and later.
+
+    Args:
+        block_table: of at most ``fused_longest`` entries a row.
+        state: (R G, FUSED_STATE) int32, zero before the first launch; all but what it has listed
+            is zero again afterwards.
+        max_units: most that a row may select.
+        splits: CTAs per row and KV head at most, up to 128.
+        programs: multiprocessors of the GPU, of which each runs a CTA. A row and KV head with
+            something to do has one at least; the others are shared by entries.
+        All others are those of the three operators.
+    """
+    torch.ops.vllm_kvx.kvx_fused(
+        q,
+        codes,
+        scales,
+        keys,
+        values,
+        block_table,
+        tokens,
+        requests,
+        lens,
+        budgets,
+        state,
+        partial_out,
+        partial_lse,
+        out,
+        group,
+        scale,
+        key_scale,
+        value_scale,
+        max_units,
+        splits,
+        programs,
+        sinks,
+    )
+
+
+def fused_longest(
+    device: torch.device,
+    head_dim: int,
+    share: int,
+    kv_heads: int,
+    num_rows: int,
+    splits: int,
+    programs: int,
+) -> int:
+    """Entries that rows of ``fused`` may have at most, for their scores to fit in shared memory.
+
+    share: query heads per KV head. splits, programs: as ``fused`` takes them. The operators are
+    loaded, see ``why_not``.
+    """
+    ask = _loaded[0].handle.kvx_fused_longest
+    ask.argtypes, ask.restype = [ctypes.c_int] * 7, ctypes.c_int64
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(ask(index, head_dim, share, kv_heads, num_rows, splits, programs))
 
 
 def attend(

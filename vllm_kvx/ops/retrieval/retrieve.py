@@ -4,7 +4,7 @@ On a CPU plain torch runs instead: Triton's interpreter takes seconds for a cont
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,12 +12,14 @@ from torch import Tensor
 
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda as cuda_ops
-from vllm_kvx.ops.retrieval.attend import ATTEND_PROGRAMS, MAX_SPLITS, attend, attend_reference
+from vllm_kvx.ops.retrieval.attend import ATTEND_PROGRAMS, MAX_SPLITS, attend
 from vllm_kvx.ops.retrieval.backends import Backends, choose_backend
+from vllm_kvx.ops.retrieval.in_torch import retrieve_in_torch
+from vllm_kvx.ops.retrieval.one_launch import OneLaunch
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.ops.retrieval.score import SCORE_PROGRAMS
 from vllm_kvx.ops.retrieval.scorer import Scorer
-from vllm_kvx.ops.retrieval.topk import FUSED, top_units, top_units_reference
+from vllm_kvx.ops.retrieval.topk import FUSED, top_units
 
 # How many programs score and how many attend: in Triton a program is one warp. Its interpreter runs
 # programs one after the other.
@@ -64,7 +66,8 @@ class Scratch:
         score_programs, attend_programs: how many to share the work between.
         backends: of the ops. scorer: the index, whose sidecar the ops read.
         overlap_rows: see ``cuda.OVERLAP_ROWS``. fused: see ``topk.FUSED``.
-        select_ctas: see ``cuda.select``.
+        select_ctas: see ``cuda.select``. one_launch: what does it all in one launch where it may;
+            None where no launch may.
     """
 
     scores: Tensor
@@ -86,6 +89,7 @@ class Scratch:
     overlap_rows: int = cuda_ops.OVERLAP_ROWS
     fused: bool = FUSED
     select_ctas: int = 0
+    one_launch: OneLaunch | None = None
 
     @classmethod
     def of(
@@ -102,10 +106,12 @@ class Scratch:
         device: torch.device,
         backend: str = "",
         dtype: torch.dtype = torch.bfloat16,
+        one_launch: bool = True,
     ) -> "Scratch":
         """Scratch for at most `max_rows` rows with `capacity` units in all.
 
         backend: empty for the one that ``choose_backend`` chooses. dtype: of queries.
+        one_launch: whether one launch may do a layer, which keeps no choice for others to read.
         """
         if backend == "cuda" and (missing := cuda_ops.why_not()):
             raise ValueError(missing)
@@ -125,6 +131,9 @@ class Scratch:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        one = None
+        if one_launch and reduction == "max" and backends.score == "cuda" and scorer.in_one_launch:
+            one = OneLaunch.of(num_heads, kv_heads, head_dim, max_rows, device)
         parts = num_heads * attend_parts(attend, max_rows, kv_heads)
         stats = num_heads * max(score // kv_heads, max_rows) * 2
         shape = (max_rows, kv_heads, max_units)
@@ -145,6 +154,7 @@ class Scratch:
             attend_programs=attend,
             backends=backends,
             scorer=scorer,
+            one_launch=one,
         )
 
     def parts(self, num_rows: int, splits: int) -> tuple[Tensor, Tensor]:
@@ -155,6 +165,17 @@ class Scratch:
             self.partial[: count * head_dim].view(num_rows, heads, splits, head_dim),
             self.partial_lse[:count].view(num_rows, heads, splits),
         )
+
+    @property
+    def zeroed(self) -> list[Tensor]:
+        """What must be zero between calls."""
+        one = [] if self.one_launch is None else [self.one_launch.counters]
+        return [self.histogram, self.tickets, *one]
+
+    @property
+    def that_chooses(self) -> "Scratch":
+        """The same memory, for calls that leave what they chose in `indices` and `counts`."""
+        return self if self.one_launch is None else replace(self, one_launch=None)
 
     @property
     def capacity(self) -> int:
@@ -187,10 +208,31 @@ def retrieve(
         soft_cap, sinks: of the softmax, see ``attend``. Scores, which only rank, know neither.
         chosen: `scratch` has the choice of an earlier layer for these rows, which is read by.
     """
+    scales = (scale, key_scale, value_scale)
     if scratch.backends.score == "torch":
-        where = (sidecar, block_table, rows, scratch, out)
-        scales = (scale, key_scale, value_scale)
-        _retrieve_in_torch(query, paged, *where, *scales, soft_cap, sinks, chosen)
+        retrieve_in_torch(
+            scratch.scorer,
+            scratch.reduction,
+            scratch.unit,
+            scratch.indices,
+            scratch.counts,
+            query,
+            paged,
+            sidecar,
+            block_table,
+            rows,
+            out,
+            *scales,
+            soft_cap,
+            sinks,
+            chosen,
+        )
+        return
+    one, num_rows = scratch.one_launch, rows.lens.shape[0]
+    if one and one.takes(query, paged, block_table, num_rows, soft_cap):
+        assert not chosen, "one launch keeps no choice"
+        parts, max_units = scratch.parts(num_rows, one.splits), scratch.indices.shape[2]
+        one.run(query, paged, sidecar, block_table, rows, parts, out, *scales, max_units, sinks)
         return
     for step in steps(
         query,
@@ -338,53 +380,3 @@ def steps(
         "select": select_in_cuda if scores_in_cuda else select_in_triton,
         "attend": attends,
     }
-
-
-def _retrieve_in_torch(
-    query: Tensor,
-    paged: PagedKV,
-    sidecar: Any,
-    block_table: Tensor,
-    rows: RetrievalRows,
-    scratch: Scratch,
-    out: Tensor,
-    scale: float,
-    key_scale: float,
-    value_scale: float,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-    chosen: bool,
-) -> None:
-    unit, share = scratch.unit, query.shape[1] // paged.num_heads
-    columns = (rows.tokens, rows.requests, rows.lens, rows.budgets)
-    for r, (token, request, length, budget) in enumerate(
-        zip(*(column.tolist() for column in columns), strict=True)
-    ):
-        table = block_table[request]
-        if not chosen:
-            scratch.counts[r] = 0
-        if not length:
-            continue
-        if not chosen:
-            scores = scratch.scorer.score_in_torch(
-                query[token], sidecar, table, length, scratch.reduction, scale * key_scale
-            )
-            for g, of_head in enumerate(scores):
-                units = top_units_reference(of_head, budget)
-                scratch.counts[r, g] = len(units)
-                scratch.indices[r, g, : len(units)] = units.int()
-        for g in range(paged.num_heads):
-            units = scratch.indices[r, g, : int(scratch.counts[r, g])].long()
-            entries = (units[:, None] * unit + torch.arange(unit, device=units.device)).flatten()
-            heads = slice(g * share, (g + 1) * share)
-            out[token, heads] = attend_reference(
-                query[token, heads],
-                PagedKV(paged.keys[:, g : g + 1], paged.values[:, g : g + 1]),
-                table,
-                entries[entries < length],
-                scale,
-                key_scale,
-                value_scale,
-                soft_cap,
-                None if sinks is None else sinks[heads],
-            ).to(out.dtype)

@@ -18,9 +18,11 @@ class Scorer(Protocol[SidecarT_contra]):
     Units of the newest group get infinity, since they are always read.
 
     cuda_reductions: the reductions that `score_in_cuda` knows; empty if there is no CUDA op.
+    in_one_launch: whether ``cuda.fused`` scores by its sidecar.
     """
 
     cuda_reductions: ClassVar[Collection[str]] = ()
+    in_one_launch: ClassVar[bool] = False
 
     def score_in_cuda(
         self,

@@ -104,6 +104,8 @@ class Retrieval:
             reduction=layout.reduction,
             device=device,
             dtype=cast(torch.dtype, model.dtype),
+            # Other layers read what one chose.
+            one_launch=layout.reuse_layers == 1,
         )
         self.backends = self.scratch.backends
         machine = (self.backends.score, layout.reduction, impl.num_kv_heads, entry_bytes(layers))
@@ -150,14 +152,12 @@ class Retrieval:
     @property
     def kept_buffers(self) -> list[Tensor]:
         """Device memory that has to outlive vLLM's sleep: see ``SleepingBuffers``."""
-        scratch = self.scratch
         return [
             self._fields,
             self._offsets,
             self.beside_stock.lens,
             self.sampler.mass,
-            scratch.histogram,
-            scratch.tickets,
+            *self.scratch.zeroed,
         ]
 
     def needs_python(
@@ -376,6 +376,7 @@ class Retrieval:
         table, batches = now.block_tables[hook.group], now.rows_of(hook)
         # What an earlier layer chose is there for as many rows as are chosen for at once.
         chosen = not self._chooses[hook.place] and len(batches) == 1
+        scratch = self.scratch if now.sampled is None else self.scratch.that_chooses
         for rows in batches:
             retrieve(
                 query,
@@ -383,7 +384,7 @@ class Retrieval:
                 sidecar,
                 table,
                 rows,
-                self.scratch,
+                scratch,
                 out,
                 scale=layer.impl.scale,
                 soft_cap=hook.soft_cap,
@@ -394,5 +395,5 @@ class Retrieval:
             if now.sampled is not None:
                 scale = layer.impl.scale * scales["key_scale"]
                 self.sampler.measure(
-                    query, paged, table, rows, self.scratch, scale, now.sampled, hook.soft_cap
+                    query, paged, table, rows, scratch, scale, now.sampled, hook.soft_cap
                 )

@@ -1,0 +1,396 @@
+// FIER in one launch: scores, selection and attention of a layer.
+//
+// The CTAs of a row and KV head score every `parts`-th step of 64 tokens, so that neighbours, which
+// are often selected together, are spread over them. Each keeps its scores in shared memory, and
+// attends to what it itself selected. What they tell one another goes through global memory,
+// between barriers of these CTAs: counts of a digit, then the keys that may be the last one
+// selected. A key of 54 bits has the score above the complement of the index, so that no two are
+// equal, of equal scores the first ones are selected, and the selection is all keys from a
+// threshold on.
+#pragma once
+
+#include "bins.cuh"
+#include "fused_parts.cuh"
+
+namespace kvx {
+
+template <typename T, int D, int HEADS>
+__global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
+    fused_kernel(const FusedParams p) {
+#if __CUDA_ARCH__ >= 900  // elsewhere nothing launches it
+  using Shape = FusedShape<D, HEADS>;
+  using Attend = typename Shape::Attend;
+  constexpr int WARPS = Shape::WARPS, THREADS = Shape::THREADS;
+  const int head = blockIdx.x, rows = p.score.rows.count;
+  const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int lane_budget = lane < rows ? p.budgets[lane] : 0;  // on its way with what the row is
+  const Part mine = find_part<STEP, WARPS, true>(p.score, blockIdx.y, gridDim.x, gridDim.y,
+                                                 p.attend.splits);
+  if (mine.row < 0) return;
+  const int len = mine.len, part = mine.part, parts = mine.parts;
+  const int64_t pair = static_cast<int64_t>(mine.row) * gridDim.x + head;
+  int budget = __shfl_sync(ALL_LANES, lane_budget, mine.row % 32);
+  if (mine.row >= 32) budget = p.budgets[mine.row];
+  budget = max(min(budget, p.max_units), 0);
+
+  char* shared = dynamic_shared();
+  uint4* queries = reinterpret_cast<uint4*>(shared + Shape::first_bytes(p.stages));
+  int64_t* offsets = reinterpret_cast<int64_t*>(queries + Attend::QUERY_CHUNKS);
+  uint64_t* few = reinterpret_cast<uint64_t*>(offsets + PANEL);
+  float* largest = reinterpret_cast<float*>(few + FEW);
+  float* sums = largest + WARPS * 16;
+  int* warp_sums = reinterpret_cast<int*>(sums + WARPS * 16);
+  int *found_at = warp_sums + WARPS, *few_listed = found_at + 3, *last = found_at + 4;
+  float* scores = reinterpret_cast<float*>(shared + Shape::fixed_bytes(p.stages));
+  int* blocks = reinterpret_cast<int*>(scores + p.room * STEP);
+  uint2* marks = reinterpret_cast<uint2*>(blocks + p.room * RUNS);
+  uint64_t* list = reinterpret_cast<uint64_t*>(shared);
+
+  int* state = p.state + pair * FUSED_STATE;
+  int *arrived = state + FUSED_COUNTERS, *global_listed = arrived + 32;
+  uint64_t* global_list = reinterpret_cast<uint64_t*>(state + FUSED_LIST);
+
+  // Queries as attention reads them and the blocks that tokens lie in, on their way while scores
+  // are made. A run of tokens lies in one block.
+  const int heads = p.attend.queries.heads;
+  const char* query = static_cast<const char*>(p.attend.queries.data) +
+                      (mine.token * p.attend.queries.token_stride +
+                       static_cast<int64_t>(head) * heads * p.attend.queries.head_stride) * 2;
+  for (int i = threadIdx.x; i < Attend::QUERY_CHUNKS; i += THREADS) {
+    const int row = i / Attend::ROW_CHUNKS, chunk = i % Attend::ROW_CHUNKS;
+    const bool held = row < heads;
+    copy_async_or_zero(queries + row * Attend::ROW_CHUNKS + swizzled(row, chunk),
+                       query + (held ? row : 0) * p.attend.queries.head_stride * 2 + chunk * 16,
+                       held);
+  }
+  const int all = (len + STEP - 1) / STEP, own = (all - part + parts - 1) / parts;
+  const int* table = p.attend.rows.block_table + mine.request * p.attend.rows.block_table_stride;
+  for (int run = threadIdx.x; run < own * RUNS; run += THREADS) {
+    const int token = (part + run / RUNS * parts) * STEP + run % RUNS * RUN;
+    if (token < len) copy_async_4(blocks + run, table + token / p.attend.rows.block_size);
+  }
+  if (threadIdx.x == 0) *few_listed = 0;
+  const bool selects = len > budget;
+
+  // This CTA's scores by tiles: of each a thread has eight times four neighbours, of element
+  // 4 i + j of the tile bit 4 i + j of its marks.
+  const int quads = own * (STEP / 4), tiles = (own + Shape::TILE_STEPS - 1) / Shape::TILE_STEPS;
+  auto quad_of = [&](int tile, int i) { return (tile * 8 + i) * THREADS + threadIdx.x; };
+  auto token_of = [&](int quad) {
+    return (part + quad / (STEP / 4) * parts) * STEP + quad % (STEP / 4) * 4;
+  };
+  auto quad_and_token = [&](int tile, int bit, int& quad) {
+    quad = quad_of(tile, bit / 4);
+    return token_of(quad) + bit % 4;
+  };
+  auto score_of = [&](int quad, int bit) { return scores[quad * 4 + bit % 4]; };
+  auto offset_at = [&](int quad, int token) {
+    const int block = blocks[quad / (RUN / 4)];
+    return block * p.attend.block_bytes + head * p.attend.head_bytes +
+           token % p.attend.rows.block_size * p.attend.entry_bytes;
+  };
+  // Calls visit(i, quad, valid) for each of a tile's quads, with a bit for each of the four that
+  // is a token.
+  auto for_quads = [&](int tile, auto visit) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int quad = quad_of(tile, i);
+      if (quad >= quads) continue;
+      const int left = len - token_of(quad);
+      visit(i, quad, left >= 4 ? 15u : left > 0 ? (1u << left) - 1 : 0u);
+    }
+  };
+
+  uint64_t threshold = 0;
+  int barriers = 0;
+  bool sure_only = true;  // whether marks.x is all that is selected
+  if (selects && budget) {
+    const WarpSteps steps = {part + parts * warp, parts * WARPS, (own - warp + WARPS - 1) / WARPS,
+                             scores + warp * STEP, WARPS * STEP};
+    int* counted = score_steps<typename Shape::Score, D, 1, HEADS, false>(
+        p.score, mine, head, steps, reinterpret_cast<uint4*>(shared), [&] {
+          // What is read and written next has long been out of the caches.
+          if (warp > 0) return;
+          prefetch(state + lane * 32);
+          prefetch(state + (lane + 32) * 32);
+          if (lane == 0) prefetch(arrived);
+          if (lane == 1) prefetch(global_list);
+          if (lane == 2) prefetch(p.attend.partial_lse + pair * heads * p.attend.splits);
+          if (lane == 3) prefetch(p.attend.partial_out + pair * heads * p.attend.splits * D);
+        });
+    copy_wait<0>();
+    Bins<THREADS> seen[2] = {};  // what was in a histogram before
+    Bin found = {0, budget, 0};
+    auto find = [&](const Bins<THREADS>& bins, int shift) {
+      found = find_bin(bins, found.rank, warp_sums, found_at);
+      threshold |= static_cast<uint64_t>(found.bin) << shift;
+    };
+    auto digit = [&](uint64_t key, int known, int shift) {
+      return static_cast<uint32_t>(key >> shift) & (known == 32 ? DIGIT_MASK >> 1 : DIGIT_MASK);
+    };
+    auto clear = [&] {
+      __syncthreads();
+      int4* quads = reinterpret_cast<int4*>(counted);
+      for (int i = threadIdx.x; i < KEY_BINS / 4; i += THREADS) quads[i] = make_int4(0, 0, 0, 0);
+      __syncthreads();
+    };
+    int shift = FIRST_SHIFT;
+#pragma unroll 1
+    while (true) {
+      int* histogram = state + barriers % 2 * KEY_BINS;
+      add_histogram<THREADS>(counted, histogram);
+      arrive(arrived);
+      wait_for_parts(arrived, parts, ++barriers);
+      Bins<THREADS> bins = read_bins<THREADS, true>(histogram);
+      const Bins<THREADS> now = bins;
+      bins.template add<-1>(seen[0]);
+      seen[0] = seen[1], seen[1] = now;
+      find(bins, shift);
+      if (shift == 0 || found.count == found.rank || found.count <= FUSED_LISTED) break;
+      // Counts a digit of those keys that have the bits above it in common with the threshold.
+      const int known = shift;
+      shift = next_shift(shift);
+      clear();
+#pragma unroll 1
+      for (int i = threadIdx.x; i < own * STEP; i += THREADS) {
+        const int token = token_of(i / 4) + i % 4;
+        if (token >= len) continue;
+        const uint64_t key = key_of(scores[i], token);
+        if (key >> known == threshold >> known) atomicAdd(counted + digit(key, known, shift), 1);
+      }
+      __syncthreads();
+    }
+
+    // Marks what is selected for sure, in x, and whatever may be the last one, in y.
+    const bool settles = shift > 0 && found.count > found.rank;
+    sure_only = !settles;
+    const uint64_t above = settles ? threshold + (uint64_t{1} << shift) : threshold;
+    const uint32_t above_score = static_cast<uint32_t>(above >> INDEX_BITS);
+    const uint32_t least_score = static_cast<uint32_t>(threshold >> INDEX_BITS);
+    const bool by_score = (above & ((1u << INDEX_BITS) - 1)) == 0 && shift >= INDEX_BITS;
+    int candidates = 0;
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      uint2 mark = make_uint2(0, 0);
+      for_quads(tile, [&](int i, int quad, uint32_t valid) {
+        const float4 x = reinterpret_cast<const float4*>(scores)[quad];
+        uint32_t sure = 0, maybe = 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float score = j == 0 ? x.x : j == 1 ? x.y : j == 2 ? x.z : x.w;
+          if (by_score) {
+            const uint32_t key = order_key_unless_negative_zero(score);
+            sure |= key >= above_score ? 1u << j : 0u;
+            maybe |= key >= least_score ? 1u << j : 0u;
+          } else {
+            const uint64_t key = key_of(score, token_of(quad) + j);
+            sure |= key >= above ? 1u << j : 0u;
+            maybe |= key >= threshold ? 1u << j : 0u;
+          }
+        }
+        mark.x |= (sure & valid) << i * 4;
+        mark.y |= (maybe & ~sure & valid) << i * 4;
+      });
+      marks[tile * THREADS + threadIdx.x] = mark;
+      candidates += __popc(mark.y);
+    }
+    if (settles) {
+      const int up_to = sum_up_to(candidates);
+      int to = lane == 31 && up_to ? atomicAdd(global_listed, up_to) : 0;
+      to = __shfl_sync(ALL_LANES, to, 31) + up_to - candidates;
+#pragma unroll 1
+      for (int tile = 0; tile < tiles; ++tile) {
+        uint32_t maybe = marks[tile * THREADS + threadIdx.x].y;
+#pragma unroll 1
+        for (; maybe; maybe &= maybe - 1) {
+          const int bit = __ffs(maybe) - 1;
+          int quad;
+          const int token = quad_and_token(tile, bit, quad);
+          if (to < FUSED_LISTED) global_list[to] = key_of(score_of(quad, bit), token);
+          ++to;
+        }
+      }
+    }
+    if (settles) {
+      clear();
+      arrive(arrived);
+    }
+    // Entries come nearer while CTAs wait for one another.
+    const bool many = settles && found.count - found.rank > budget;
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      const uint2 mark = marks[tile * THREADS + threadIdx.x];
+#pragma unroll 1
+      for (uint32_t left = many ? mark.x : mark.x | mark.y; left; left &= left - 1) {
+        int quad;
+        const int token = quad_and_token(tile, __ffs(left) - 1, quad);
+        const int64_t offset = offset_at(quad, token);
+#pragma unroll
+        for (int i = 0; i < D * 2; i += 128) {
+          prefetch(p.attend.keys + offset + i);
+          prefetch(p.attend.values + offset + i);
+        }
+      }
+    }
+    if (settles) {
+      wait_for_parts(arrived, parts, ++barriers);
+      const int listed = min(found.count, FUSED_LISTED);
+      int known = shift;
+      shift = next_shift(shift);
+      constexpr int AT_ONCE = 8;
+#pragma unroll 1
+      for (int begin = threadIdx.x; begin < listed; begin += AT_ONCE * THREADS) {
+        uint64_t keys[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+          const int at = begin + i * THREADS;
+          keys[i] = at < listed ? __ldcg(global_list + at) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+          const int at = begin + i * THREADS;
+          if (at >= listed) break;
+          list[at] = keys[i];
+          atomicAdd(counted + digit(keys[i], known, shift), 1);
+        }
+      }
+      __syncthreads();
+      find(read_bins<THREADS>(counted), shift);
+#pragma unroll 1
+      while (shift > 0 && found.count > FEW) {
+        known = shift;
+        shift = next_shift(shift);
+        clear();
+#pragma unroll 2
+        for (int i = threadIdx.x; i < listed; i += THREADS) {
+          const uint64_t key = list[i];
+          if (key >> known == threshold >> known) atomicAdd(counted + digit(key, known, shift), 1);
+        }
+        __syncthreads();
+        find(read_bins<THREADS>(counted), shift);
+      }
+      if (shift > 0) {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < listed; i += THREADS) {
+          const uint64_t key = list[i];
+          if (key >> shift == threshold >> shift) few[atomicAdd(few_listed, 1) % FEW] = key;
+        }
+        __syncthreads();
+        // Every warp for itself.
+        const uint64_t key = lane < found.count ? few[lane] : 0;
+        int rank = 1;
+        for (int i = 0; i < found.count; ++i) rank += few[i] > key;
+        const unsigned who = __ballot_sync(ALL_LANES, lane < found.count && rank == found.rank);
+        threshold = few[who ? __ffs(who) - 1 : 0];
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      uint2 mark = make_uint2(0, 0);
+      for_quads(tile, [&](int i, int, uint32_t valid) { mark.x |= valid << i * 4; });
+      if (!budget) mark.x = 0;
+      marks[tile * THREADS + threadIdx.x] = mark;
+    }
+  }
+
+  // Attends to what is selected, by panels.
+  int chosen = 0;
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    uint2 mark = marks[tile * THREADS + threadIdx.x];
+    if (!sure_only) {
+#pragma unroll 1
+      for (; mark.y; mark.y &= mark.y - 1) {
+        const int bit = __ffs(mark.y) - 1;
+        int quad;
+        const int token = quad_and_token(tile, bit, quad);
+        if (key_of(score_of(quad, bit), token) >= threshold) mark.x |= 1u << bit;
+      }
+    } else {
+      mark.x |= mark.y;
+    }
+    marks[tile * THREADS + threadIdx.x].x = mark.x;
+    chosen += __popc(mark.x);
+  }
+  copy_wait<0>();
+  const int up_to = sum_up_to(chosen);
+  if (lane == 31) warp_sums[warp] = up_to;
+  __syncthreads();
+  int before = up_to - chosen, total = 0;
+#pragma unroll
+  for (int i = 0; i < WARPS; ++i) {
+    before += i < warp ? warp_sums[i] : 0;
+    total += warp_sums[i];
+  }
+  uint4* entries = reinterpret_cast<uint4*>(shared) + warp * p.stages * Attend::STAGE;
+  Softmax<T, D, false, false> softmax;
+  softmax.reset();
+#pragma unroll 1
+  for (int panel = 0; panel < total; panel += PANEL) {
+    const int count = min(total - panel, PANEL), chunks = (count + CHUNK - 1) / CHUNK;
+    int to = before - panel;
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+      uint32_t left = marks[tile * THREADS + threadIdx.x].x;
+#pragma unroll 1
+      for (; left; left &= left - 1, ++to) {
+        if (to < 0 || to >= PANEL) continue;
+        int quad;
+        const int token = quad_and_token(tile, __ffs(left) - 1, quad);
+        offsets[to] = offset_at(quad, token);
+      }
+    }
+    if (threadIdx.x < chunks * CHUNK - count) offsets[count + threadIdx.x] = -1;
+    __syncthreads();
+#pragma unroll 1
+    for (int first = warp; first < chunks; first += WARPS * p.stages) {
+      const int last = min(chunks, first + WARPS * p.stages);
+      uint4* to = entries;
+#pragma unroll 1
+      for (int chunk = first; chunk < last; chunk += WARPS, to += Attend::STAGE) {
+        fetch_entries<Attend, false>(p.attend, offsets + chunk * CHUNK, to);
+      }
+      copy_commit();
+      copy_wait<0>();
+      __syncwarp();
+      const uint4* keys = entries;
+#pragma unroll 1
+      for (int chunk = first; chunk < last; chunk += WARPS, keys += Attend::STAGE) {
+        softmax.add(queries, keys, keys + CHUNK * Attend::CACHE_CHUNKS, offsets + chunk * CHUNK,
+                    p.attend.score_scale, 0.0f);
+      }
+      __syncwarp();
+    }
+    __syncthreads();
+  }
+  softmax.store(reinterpret_cast<float*>(entries), largest + warp * 16, sums + warp * 16);
+  __syncthreads();
+  write_part<T, D, WARPS>(p.attend, pair, mine.token, head, part, parts,
+                          reinterpret_cast<const float*>(shared), p.stages * Attend::STAGE * 4,
+                          largest, sums);
+
+  // The CTA that comes last merges all parts, and leaves the state as it was.
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int ticket;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+                 : "=r"(ticket) : "l"(arrived) : "memory");
+    *last = ticket == parts * (barriers + 1) - 1;
+  }
+  __syncthreads();
+  if (!*last) return;
+  if (threadIdx.x == 0) *arrived = *global_listed = 0;
+  if (barriers > 0) {
+    for (int i = threadIdx.x; i < 2 * KEY_BINS / 4; i += THREADS) {
+      reinterpret_cast<int4*>(state)[i] = make_int4(0, 0, 0, 0);
+    }
+  }
+  if (parts > 1) {
+    merge_at_once<T, D, THREADS>(p.attend, pair, mine.token, head, parts,
+                                 reinterpret_cast<float*>(shared));
+  }
+#endif
+}
+
+}  // namespace kvx

@@ -1,0 +1,169 @@
+// What one launch that scores, selects and attends is made of: its shared memory, keys, barriers
+// between CTAs, and how the last one merges their parts.
+#pragma once
+
+#include <algorithm>
+
+#include "attend.cuh"
+#include "score.cuh"
+
+namespace kvx {
+
+constexpr int INDEX_BITS = FUSED_INDEX_BITS;
+constexpr int FIRST_SHIFT = KEY_SHIFT + INDEX_BITS;
+constexpr int DIGIT_MASK = KEY_BINS - 1;
+constexpr int FEW = 32;  // candidates that a warp puts in order by itself
+constexpr int MOST_STAGES = 2;  // chunks of entries under way, where there is room
+
+// CTAs of a KV head.
+inline int fused_parts(int programs, int kv_heads, int rows, int splits) {
+  return std::min(programs / kv_heads, splits * rows);
+}
+
+template <int D, int HEADS>
+struct FusedShape {
+  using Score = ScoreShape<D, 1, HEADS>;
+  static constexpr int WARPS = Score::WARPS, THREADS = Score::THREADS;
+  using Attend = AttendShape<D, false, false, WARPS>;
+  static_assert(Score::THREADS == Attend::THREADS);
+  static_assert(WARPS * Score::STAGES * Score::STAGE_CHUNKS * 16 >= FUSED_LISTED * 8,
+                "the list goes where codes were, before the counts");
+  // Shared memory: first that of scoring and then entries; what both need; what each step has.
+  static constexpr int OTHERS =
+      Attend::QUERY_CHUNKS * 16 + PANEL * 8 + 2 * WARPS * 16 * 4 + FEW * 8 + WARPS * 4 + 48;
+  static constexpr int STEP_BYTES = STEP * 4 + STEP / 32 * 8 + RUNS * 4;
+  __host__ __device__ static constexpr int first_bytes(int stages) {
+    const int score = (Score::SHARED_BYTES + 15) / 16 * 16;
+    const int attend = WARPS * stages * Attend::STAGE * 16;
+    return score > attend ? score : attend;
+  }
+  __host__ __device__ static constexpr int fixed_bytes(int stages) {
+    return (first_bytes(stages) + OTHERS + 15) / 16 * 16;
+  }
+  // Of a tile of steps a thread has 32 scores.
+  static constexpr int TILE_STEPS = THREADS * 32 / STEP;
+
+  // Steps that have room in `bytes` of shared memory, and the entries of `rows` rows that `each`
+  // CTAs of a KV head surely have room for. A part of a row with s of all `a` steps has, rounded
+  // up, s / (1 + s (each - live) / a) at most (find_part): less than a / (each - live) rounded up.
+  static int room(int bytes, int stages) {
+    return (bytes / 128 * 128 - fixed_bytes(stages) - THREADS * 8) / STEP_BYTES;
+  }
+  static int64_t longest(int bytes, int stages, int each, int rows) {
+    const int64_t most = std::max(room(bytes, stages) - 1, 0);
+    const int64_t steps = std::max(most * (each - rows) / rows, most);
+    return std::min(steps * STEP, int64_t{1} << INDEX_BITS);
+  }
+};
+
+__device__ __forceinline__ uint64_t key_of(float score, int index) {
+  constexpr uint32_t LAST = (1u << INDEX_BITS) - 1;
+  return static_cast<uint64_t>(order_key_unless_negative_zero(score)) << INDEX_BITS |
+         (LAST - static_cast<uint32_t>(index));
+}
+
+// Digits of 11 bits, but for the last of the score, which has 10.
+__device__ __forceinline__ int next_shift(int shift) { return shift == 32 ? 22 : shift - 11; }
+
+// A barrier of all CTAs of a row and head, in two halves: what they wrote before they came is
+// there to read for who has waited. `times`: of all barriers of the launch. Waiting for CTAs is
+// safe since all of the grid run at once (fused_launch.cuh). Should one be gone, the launch fails
+// rather than hang.
+__device__ __forceinline__ void arrive(int* arrived) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(arrived) : "memory");
+  }
+}
+
+__device__ __forceinline__ void wait_for_parts(int* arrived, int parts, int times) {
+  constexpr int64_t TOO_LONG = int64_t{1} << 34;  // clocks, some 9 s
+  if (threadIdx.x == 0) {
+    const int64_t begin = clock64();
+    int now;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
+      if (clock64() - begin > TOO_LONG) asm volatile("trap;");
+    } while (now < parts * times);
+  }
+  __syncthreads();
+}
+
+// What parts of a head's result add up to, of every `apart`-th of them: four channels.
+struct Merged {
+  float4 out;
+  float top, sum;
+
+  __device__ __forceinline__ void add(float of_top, float of_sum, float4 of_out) {
+    const float now = fmaxf(top, of_top), shift = now == -infinity() ? 0.0f : now;
+    const float mine = exp2f(top - shift), others = exp2f(of_top - shift);
+    sum = sum * mine + of_sum * others;
+    out = make_float4(out.x * mine, out.y * mine, out.z * mine, out.w * mine);
+    add_scaled(out, others, of_out);
+    top = now;
+  }
+};
+
+// As merge (attend.cuh), but what it reads is all on its way at once.
+template <typename T, int D, int THREADS>
+__device__ __forceinline__ void merge_at_once(const AttendParams& p, int64_t pair, int token,
+                                              int kv_head, int parts, float* shared) {
+  constexpr int AT_ONCE = 8;
+  const int heads = p.queries.heads, columns = heads * (D / 4);
+  const int shares = max(THREADS / columns, 1);
+  auto parts_of = [&](int column, int first, int apart) {
+    const int head = column / (D / 4), d = column % (D / 4) * 4;
+    const int64_t at = (pair * heads + head) * p.splits;
+    const float *lse = p.partial_lse + at, *out = p.partial_out + at * D + d;
+    Merged merged = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -infinity(), 0.0f};
+#pragma unroll 1
+    for (int begin = first; begin < parts; begin += AT_ONCE * apart) {
+      float tops[AT_ONCE];
+      float4 outs[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int part = begin + i * apart;
+        tops[i] = part < parts ? __ldcg(lse + part) : -infinity();
+        outs[i] = part < parts ? __ldcg(reinterpret_cast<const float4*>(out + part * D))
+                               : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) merged.add(tops[i], 1.0f, outs[i]);
+    }
+    return merged;
+  };
+  auto finish = [&](int column, Merged merged) {
+    const int head = column / (D / 4), d = column % (D / 4) * 4;
+    if (p.sinks != nullptr) {
+      merged.add(sink_of<T>(p, kv_head * heads + head), 1.0f,
+                 make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+    }
+    const float scale = merged.sum > 0.0f ? 1.0f / merged.sum : 0.0f;
+    const float4 x = merged.out;
+    write_out<T>(p, token, kv_head * heads + head, d,
+                 make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale));
+  };
+  if (shares == 1) {
+    for (int column = threadIdx.x; column < columns; column += THREADS) {
+      finish(column, parts_of(column, 0, 1));
+    }
+    return;
+  }
+  // Several threads share a column.
+  const int column = threadIdx.x % columns, share = threadIdx.x / columns;
+  Merged* mine = reinterpret_cast<Merged*>(shared);
+  Merged merged = {};
+  if (share < shares) {
+    merged = parts_of(column, share, shares);
+    mine[threadIdx.x] = merged;
+  }
+  __syncthreads();
+  if (share > 0) return;
+  for (int i = 1; i < shares; ++i) {
+    const Merged other = mine[i * columns + column];
+    merged.add(other.top, other.sum, other.out);
+  }
+  finish(column, merged);
+}
+
+}  // namespace kvx

@@ -1,0 +1,79 @@
+"""Where FIER's layer is done in one launch. It runs on GPUs only: see tests/gpu."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_kvx.indexes.table import INDEXES
+from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.retrieval import cuda
+from vllm_kvx.ops.retrieval.one_launch import MAX_ROWS, MAX_SPLITS, OneLaunch
+from vllm_kvx.ops.retrieval.retrieve import Scratch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of a GPU has the answers of an H200; rows share some room evenly."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    h200 = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    monkeypatch.setattr(cuda, "fused_longest", lambda *args: 480_000 // args[4])
+
+
+def takes(one: OneLaunch, rows: int, length: int, dtype: torch.dtype, cap: float | None) -> bool:
+    cache = torch.zeros(2, 8, 32, 128, dtype=dtype)
+    table = torch.zeros(rows, length // 32, dtype=torch.int32)
+    query = torch.zeros(rows, 32, 64, dtype=torch.bfloat16)
+    return one.takes(query, PagedKV.of(cache, 64), table, rows, cap)
+
+
+@pytest.mark.usefixtures("hopper")
+class TestWhereItMay:
+    def test_by_what_a_graph_fixes(self) -> None:
+        one = OneLaunch.of(32, 8, 64, 256, CPU)
+        assert one is not None and one.longest == (480_000, 240_000, 160_000, 120_000)
+        assert one.state.shape == (MAX_ROWS * 8, cuda.FUSED_STATE) and one.splits == 16
+        assert one.counters.shape[1] == cuda.FUSED_LIST and not one.state.any()
+        bf16 = torch.bfloat16
+        assert takes(one, 1, 480_000, bf16, None) and not takes(one, 1, 480_032, bf16, None)
+        assert takes(one, 4, 120_000, bf16, None) and not takes(one, 4, 131_072, bf16, None)
+        assert not takes(one, MAX_ROWS + 1, 32, bf16, None) and not takes(one, 0, 32, bf16, None)
+        assert not takes(one, 1, 32, torch.float8_e4m3fn, None)
+        assert not takes(one, 1, 32, bf16, 30.0)
+
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "max_rows", "rows"),
+        [(32, 8, 1, 1), (16, 4, 64, 4), (32, 16, 64, 2), (32, 32, 64, 1), (8, 1, 64, 4)],
+    )
+    def test_rows(self, heads: int, kv_heads: int, max_rows: int, rows: int) -> None:
+        one = OneLaunch.of(heads, kv_heads, 128, max_rows, CPU)
+        assert one is not None and len(one.longest) == rows
+        assert one.splits == min(132 // kv_heads, MAX_SPLITS)
+
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(40, 40), (16, 1), (72, 8)])
+    def test_heads_that_are_too_many(self, heads: int, kv_heads: int) -> None:
+        assert OneLaunch.of(heads, kv_heads, 128, 64, CPU) is None
+
+    def test_other_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for capability in ((8, 0), (10, 0), (12, 0)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+            assert OneLaunch.of(32, 8, 128, 64, CPU) is None
+
+
+def test_what_chooses_has_the_same_memory() -> None:
+    scratch = Scratch.of(INDEXES["one_bit"], 4, 2, 64, 2, 64, 8, 1, "max", CPU)
+    assert scratch.one_launch is None and scratch.that_chooses is scratch
+    assert len(scratch.zeroed) == 2
+    state = torch.zeros(4, cuda.FUSED_STATE, dtype=torch.int32)
+    served = replace(scratch, one_launch=OneLaunch(state, 132, 66, (64,)))
+    chooses = served.that_chooses
+    assert chooses.one_launch is None and chooses.indices is served.indices
+    assert served.zeroed[2].data_ptr() == state.data_ptr()
+
+
+def test_other_indexes() -> None:
+    assert [name for name, index in INDEXES.items() if index.in_one_launch] == ["one_bit"]
