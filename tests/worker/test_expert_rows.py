@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from vllm_kvx.worker.warm_up import _expert_rows
+from vllm_kvx.worker.warm_up import expert_rows
 
 # Between these vLLM's tiles do not change.
 TILES = [96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
@@ -13,7 +13,7 @@ TILES = [96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8
 @pytest.mark.parametrize("kinds", [[(128, 8)], [(4, 2)], [(60, 4), (15, 4)], [(64, 6)], []])
 def test_every_kernel_has_rows(kinds: list[tuple[int, int]]) -> None:
     """Sizes that Triton tells apart, multiples of 16 or none, are met with each of the tiles."""
-    rows = _expert_rows(8192, kinds)
+    rows = expert_rows(8192, kinds)
     assert rows[:96] == list(range(1, 97)) and rows[-1] <= 8192 and rows == sorted(set(rows))
 
     def met(counts: list[int]) -> set[tuple[bool, ...]]:
@@ -33,5 +33,5 @@ def test_every_kernel_has_rows(kinds: list[tuple[int, int]]) -> None:
 
 
 def test_a_step_has_no_more_rows() -> None:
-    assert _expert_rows(40, [(4, 2)]) == list(range(1, 41))
-    assert max(_expert_rows(512, [(4, 2)])) <= 512
+    assert expert_rows(40, [(4, 2)]) == list(range(1, 41))
+    assert max(expert_rows(512, [(4, 2)])) <= 512

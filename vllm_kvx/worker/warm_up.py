@@ -106,7 +106,7 @@ def _run_experts(runner: Any) -> None:
     if runner.parallel_config.pipeline_parallel_size > 1 or runner.lora_config is not None:
         return  # These take more than tokens and positions.
     most, began = runner.max_num_tokens, time.monotonic()
-    counts = _expert_rows(most, _expert_kinds(runner.model))
+    counts = expert_rows(most, _expert_kinds(runner.model))
     model = runner.model_config
     rows_of_positions = (model.mrope_num_dims,) if model.uses_mrope else ()
     ids = torch.zeros(most, dtype=torch.int32, device=runner.device)
@@ -134,7 +134,7 @@ def _expert_kinds(model: torch.nn.Module) -> set[tuple[int, int]]:
     }
 
 
-def _expert_rows(most: int, kinds: Collection[tuple[int, int]]) -> list[int]:
+def expert_rows(most: int, kinds: Collection[tuple[int, int]]) -> list[int]:
     """Numbers of rows, at most `most`, for which experts' kernels may differ.
 
     vLLM's tiles change with the rows, nowhere twice between a power of two, half as many more, and
