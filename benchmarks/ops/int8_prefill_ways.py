@@ -159,6 +159,9 @@ class Prefill:
         if own == "exact" and not context:
             return Way(partial(flash_contiguous, self.query, self.key, self.value, True, out))
         if by_table:
+            # It reads whole pages, and what lies behind the last entry is multiplied by 0.
+            for x in (keys, values):
+                x[length:] = 0
             table = torch.arange(len(keys) // page, dtype=torch.int32, device=DEVICE)
             k, v = (x.unflatten(0, (-1, page)) for x in (keys, values))
             attends = self._by_table(k, v, table)
