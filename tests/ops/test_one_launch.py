@@ -9,7 +9,7 @@ import torch
 from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda
-from vllm_kvx.ops.retrieval.one_launch import MAX_ROWS, MAX_SPLITS, OneLaunch
+from vllm_kvx.ops.retrieval.one_launch import MAX_ROWS, MAX_SPLITS, VARIABLE, OneLaunch, pays
 from vllm_kvx.ops.retrieval.retrieve import Scratch
 
 CPU = torch.device("cpu")
@@ -62,6 +62,29 @@ class TestWhereItMay:
         for capability in ((8, 0), (10, 0), (12, 0)):
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
             assert OneLaunch.of(32, 8, 128, 64, CPU) is None
+
+
+def layer(heads: int = 32, kv_heads: int = 8, head_dim: int = 128) -> SimpleNamespace:
+    return SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads, head_size=head_dim)
+
+
+def test_servers_take_it_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pays(layer()) and pays(layer(16, 4))
+    others = [layer(40, 8), layer(28, 4), layer(head_dim=64), layer(head_dim=256), layer(8, 2)]
+    assert not any(map(pays, others)) and not pays(layer(64, 16))
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")
+    assert not pays(layer())
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
+    assert pays(layer())
+
+
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, wanted in (("0", False), ("1", True), ("", True)):
+        monkeypatch.setenv(VARIABLE, value)
+        assert pays(layer()) == wanted
+    monkeypatch.setenv(VARIABLE, "no")
+    with pytest.raises(ValueError, match="set it to 0"):
+        pays(layer())
 
 
 def test_what_chooses_has_the_same_memory() -> None:

@@ -127,11 +127,17 @@ def _run_experts(runner: Any) -> None:
 def _expert_kinds(model: torch.nn.Module) -> set[tuple[int, int]]:
     """Experts, of all ranks and of this one, and how many of them a row takes, in each layer."""
     layers = [each for each in model.modules() if isinstance(each, RoutedExperts)]
-    return {
+    found = {
         (experts, layer.top_k)
         for layer in layers
         for experts in (layer.global_num_experts, layer.local_num_experts)
     }
+    if not found:
+        logger.warning(
+            "This model's experts are none that vLLM usually runs: some of their kernels may be "
+            "compiled while requests are served."
+        )
+    return found or {(1, 1)}
 
 
 def expert_rows(most: int, kinds: Collection[tuple[int, int]]) -> list[int]:
@@ -152,6 +158,8 @@ def expert_rows(most: int, kinds: Collection[tuple[int, int]]) -> list[int]:
     powers = [2**power for power in range(6, most.bit_length())]
     limits = [limit for size in powers for limit in (size, size * 3 // 2) if limit >= _ALL_BELOW]
     counts = {limit + (rows or 16) for limit in limits for rows in aligned.values()}
+    # Tiles may change between the last limit and the most.
+    counts |= {most - (most - rows) % 16 for rows in aligned.values()}
     return sorted({count for count in (*range(1, _ALL_BELOW + 1), *counts) if count <= most})
 
 

@@ -1,24 +1,51 @@
 """FIER's layer in one CUDA launch, in the place of three, where that is faster."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.logger import init_logger
 
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda as cuda_ops
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 
-# Where it has been measured, and was faster than three launches: on Hopper, up to so many rows, and
-# so many pairs of a row and a KV head, as each gets its part of the multiprocessors
+logger = init_logger("vllm.kvx.retrieval")
+
+# Where it has been measured, and was faster than three launches: on an H200, up to so many rows,
+# and so many pairs of a row and a KV head, as each gets its part of the multiprocessors
 # (benchmarks/results/ops/h200-retrieval-step-one-launch.json, with 8 KV heads; with 4
 # h200-retrieval-step-one-launch-of-2.json). For more rows its first version
 # took two to four times as long as three (h200-retrieval-one-launch.json).
 CAPABILITY = (9, 0)
 MAX_ROWS, MAX_PAIRS = 4, 32
+# Of a rank: KV heads, query heads to each, and channels, with which these were.
+KV_HEADS, SHARE, HEAD_DIMS = range(4, 9), 4, (128,)
+# "0" keeps three launches everywhere.
+VARIABLE = "KVX_RETRIEVAL_ONE_LAUNCH"
+_MPS_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 # CTAs of a row and KV head whose parts of the result one of them merges.
 MAX_SPLITS = 128
+
+
+def pays(attention: Any) -> bool:
+    """Whether a server takes it for such layers: they are like those that were measured.
+
+    attention: vLLM's implementation of a layer, with the heads of this rank.
+
+    Raises:
+        ValueError: the variable that turns it off has another value than 0 or 1.
+    """
+    wanted = os.environ.get(VARIABLE) or "1"
+    if wanted not in ("0", "1"):
+        raise ValueError(f"{VARIABLE}={wanted}: set it to 0, for three launches a layer, or to 1")
+    # A part of the multiprocessors has no room for all CTAs at once.
+    shared = os.environ.get(_MPS_SHARE, "100") != "100"
+    kv_heads, share = attention.num_kv_heads, attention.num_heads // attention.num_kv_heads
+    measured = kv_heads in KV_HEADS and share <= SHARE and attention.head_size in HEAD_DIMS
+    return wanted == "1" and not shared and measured
 
 
 @dataclass(frozen=True)
@@ -44,7 +71,7 @@ class OneLaunch:
     def of(
         cls, heads: int, kv_heads: int, head_dim: int, max_rows: int, device: torch.device
     ) -> "OneLaunch | None":
-        """For at most `max_rows` rows; None where it is not known to be faster.
+        """For at most `max_rows` rows; None where it cannot do them. See also `pays`.
 
         heads, kv_heads: of a layer. The CUDA operators take such queries.
         """
@@ -59,6 +86,12 @@ class OneLaunch:
         longest = tuple(
             cuda_ops.fused_longest(device, *shape, num_rows, splits, count)
             for num_rows in range(1, rows + 1)
+        )
+        room = ", ".join(f"{most:,} for {n}" for n, most in enumerate(longest, 1))
+        logger.info(
+            "Retrieval: a layer is one launch where a step has at most %d rows, and its block "
+            "table room for no more entries than %s (%s=0: never).",
+            *(rows, room, VARIABLE),
         )
         size = (rows * kv_heads, cuda_ops.FUSED_STATE)
         return cls(torch.zeros(size, dtype=torch.int32, device=device), count, splits, longest)

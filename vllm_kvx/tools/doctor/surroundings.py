@@ -17,6 +17,7 @@ VARIABLES = (
     "KVX_CACHE_ROOT",
     "KVX_CALIBRATION_LIMIT",
     "KVX_CPU",
+    "KVX_RETRIEVAL_ONE_LAUNCH",
     "KVX_RETRIEVAL_OPS",
 )
 # Read where the package is built.

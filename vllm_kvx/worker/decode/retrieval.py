@@ -17,6 +17,7 @@ from vllm_kvx.cache.kv_cache_specs import page_shape
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.retrieval.costs import Begins, alone_from, costs
+from vllm_kvx.ops.retrieval.one_launch import pays
 from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve
 from vllm_kvx.ops.retrieval.rows import RetrievalRows, pack
 from vllm_kvx.policy.axes import Retrieve
@@ -104,8 +105,8 @@ class Retrieval:
             reduction=layout.reduction,
             device=device,
             dtype=cast(torch.dtype, model.dtype),
-            # Other layers read what one chose.
-            one_launch=layout.reuse_layers == 1,
+            # Not where other layers read what one chose.
+            one_launch=layout.reuse_layers == 1 and pays(impl),
         )
         self.backends = self.scratch.backends
         machine = (self.backends.score, layout.reduction, impl.num_kv_heads, entry_bytes(layers))
