@@ -80,8 +80,7 @@ class Worker:
             vllm_config, {layer.layer_name: layer.get_kv_cache_spec(vllm_config) for layer in every}
         )
         page, names = max((g.kv_cache_spec.page_size_bytes, g.layer_names) for g in groups)
-        most = max(len(group.layer_names) for group in groups)
-        size = case.num_blocks * most * page
+        size = case.num_blocks * page * max(len(group.layer_names) for group in groups)
         self.kv_cache_config = KVCacheConfig(
             case.num_blocks,
             [KVCacheTensor(size, names, layer_stride=page * case.num_blocks, block_stride=page)],
@@ -378,11 +377,7 @@ class Worker:
             raise Mismatch(f"{live} holds {held} entries by layer, {wanted} of {live.done} tokens")
 
     def check_idle(self) -> None:
-        """Nothing is left of any request; and every row that ran was counted.
-
-        Raises:
-            Mismatch: something is.
-        """
+        """Raises Mismatch if anything is left of a request, or a row that ran was not counted."""
         state = self.state
         left: dict[str, Any] = {
             "requests": state.requests.index or self.live or self._by_state,
