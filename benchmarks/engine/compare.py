@@ -26,6 +26,7 @@ from benchmarks.engine import composed
 from benchmarks.engine.ideal import Case, case_ratio
 from benchmarks.engine.plot import table
 from benchmarks.engine.shapes import SHAPES, as_routed
+from vllm_kvx.policy.cache_dtype import cache_options
 from vllm_kvx.tools.doctor.weights import quantized_bytes
 from vllm_kvx.tools.ideal.shape import Shape
 from vllm_kvx.tools.ideal.work import entry_bytes, pool_ratio
@@ -314,7 +315,7 @@ class Results:
             line = "; ".join([*values, report["status"]])
             print(f"[{time.monotonic() - self.began:6.1f}s] {name}: {line}", flush=True)
 
-        own = {"kv_cache_dtype": dtype} if dtype else {}
+        own = cache_options(dtype) if dtype else {}
         spec = {
             "policy": policy,
             "layout": layout,

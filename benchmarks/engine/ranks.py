@@ -39,6 +39,7 @@ from benchmarks.common.step_parts import Steps, of_rank, waits_of
 from benchmarks.engine.compare import engine_options, prepare_model
 from benchmarks.engine.ideal import Case
 from benchmarks.engine.shapes import SHAPES
+from vllm_kvx.policy.cache_dtype import cache_options
 from vllm_kvx.tools.engine import last_line, on_cpu, prepare_environment
 
 # Of `--steps` each; the median counts.
@@ -59,7 +60,7 @@ def options_of(args: argparse.Namespace, server: str, ranks: int, folder: str) -
         layout = [served(name) for name in args.layout]
         options["additional_config"] = {"kv_policy": served(policy), "kv_layout": layout}
     if dtype is not None:
-        options["kv_cache_dtype"] = dtype
+        options |= cache_options(dtype)
     if ranks > 1:
         options["tensor_parallel_size"] = ranks
     profiler = {

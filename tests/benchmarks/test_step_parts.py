@@ -157,6 +157,14 @@ def test_gains_are_over_stock_at_as_many_ranks() -> None:
     assert "gain" not in servers["stock"]["1"]["cases"]["1x64"]
 
 
+def test_a_name_says_which_cache_a_server_has() -> None:
+    args = SimpleNamespace(engine={"kv_cache_dtype_skip_layers": ["2"]}, layout=[])
+    for name, skipped in {"stock@fp8-skip-0-1": ["0", "1"], "fier-32@fp8": []}.items():
+        options = ranks.options_of(args, name, 1, "traces")  # type: ignore[arg-type]
+        assert options["kv_cache_dtype"] == "fp8"
+        assert options["kv_cache_dtype_skip_layers"] == skipped
+
+
 def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--model", "tiny", "--servers", "stock", "--out", "x.json"]
     for more, message in (

@@ -52,8 +52,8 @@ def test_checkpoint_answers() -> None:
         engine.assert_idle()
     print(json.dumps({"accuracy": score, "replays": dict(counts), "cached": cached}))
     assert skip == SKIPPED and cached and counts["full"]
-    whole = [name for name in score if name.startswith(("full", "fier"))]
-    assert min(score[name] for name in whole) >= 0.9, score
+    # All were 1.0 on an H200.
+    assert min(score.values()) >= 0.9, score
 
 
 def test_full_is_stock() -> None:

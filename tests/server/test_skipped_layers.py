@@ -108,7 +108,11 @@ def test_names() -> None:
     assert dtype_in(SKIPS) == "fp8-skip-0-1" and dtype_in({}) is None
     assert dtype_in({"kv_cache_dtype_skip_layers": ["10", "2"]}) == "auto-skip-2-10"
     assert cache_options("fp8-skip-0-1") == SKIPS | {"kv_cache_dtype_skip_layers": ["0", "1"]}
-    assert cache_options("fp8") == {"kv_cache_dtype": "fp8"}
+    # Layers that other options name do not skip this one.
+    assert SKIPS | cache_options("fp8") == {
+        "kv_cache_dtype": "fp8",
+        "kv_cache_dtype_skip_layers": [],
+    }
 
 
 def test_doctor_counts_pages_of_both_sizes(make_config, tmp_path: Path) -> None:

@@ -71,6 +71,14 @@ def windows_by_config(text_config: Any) -> Windows | None:
     return _windows(layers, getattr(text_config, "sliding_window", None))
 
 
+def slides_by_config(text_config: Any) -> bool:
+    """Whether a configuration has layers that slide over a window, one of them or all."""
+    if getattr(text_config, "sliding_window", None) is None:
+        return False
+    kinds = layer_kinds(text_config)
+    return not kinds or any("sliding" in kind for kind in kinds)
+
+
 def _windows(layers: tuple[int, ...], length: int | None) -> Windows | None:
     # Some models' layers see one token more than their configuration says.
     return Windows(layers, length) if layers and length else None

@@ -55,10 +55,9 @@ def split_skipped(name: str) -> tuple[str, list[str]]:
 
 
 def cache_options(name: str) -> dict[str, Any]:
-    """The options of an engine whose KV cache has such a name."""
+    """The options of an engine whose KV cache has such a name; they replace those of another."""
     dtype, skipped = split_skipped(name)
-    more = {SKIP_LAYERS: skipped} if skipped else {}
-    return {"kv_cache_dtype": dtype, **more}
+    return {"kv_cache_dtype": dtype, SKIP_LAYERS: skipped}
 
 
 def dtype_in(options: Mapping[str, Any]) -> str | None:

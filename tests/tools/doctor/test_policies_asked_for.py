@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import cpu_fp8
 from support.configs import planned_kv_cache, vllm_config, write_config
 from support.findings import ON_CPU, lines
 from support.models import LOOKUP
@@ -16,7 +17,9 @@ from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
 from vllm_kvx.cache.pool_capacity import pool_tokens
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.records import recommendation
 from vllm_kvx.records.layers import save
+from vllm_kvx.server import auto_policy
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.validate import identity_of
 from vllm_kvx.tools.doctor import asked as asked_for
@@ -193,3 +196,21 @@ def test_auto_is_chosen_by_the_servers_flags(doctor) -> None:
     chosen, *_ = asked("policy")
     assert "serving fier-2048" in chosen.says
     assert not [each for each in asked("measured") if each.status == "problem"]
+
+
+@pytest.mark.skipif(not ON_CPU, reason="the fp8 cache is a stand-in of CPUs")
+def test_auto_is_chosen_by_the_layers_that_skip_a_cache(doctor, monkeypatch) -> None:
+    cpu_fp8.use(monkeypatch)
+    named = []
+    load = recommendation.load
+
+    def noted(key: str, kv_cache_dtype: str = "", *more: Any) -> Any:
+        named.append(kv_cache_dtype)
+        return load(key, kv_cache_dtype, *more)
+
+    monkeypatch.setattr(auto_policy, "load", noted)
+    flags = ("--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "1", "0")
+    asked = doctor("auto", serve_args=(*ON_CPU, *flags))
+    (fine,) = asked("torch", "vllm", "gpu", "model", "flags")
+    assert fine.status == "ok", fine
+    assert named and set(named) == {"fp8-skip-0-1"}

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import cpu_fp8
@@ -10,6 +11,7 @@ from support.models import LOOKUP
 from support.nightly import nightly
 
 from vllm_kvx.cli import main
+from vllm_kvx.config.policy_layers import slides_by_config
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records import evaluation as records
@@ -63,7 +65,7 @@ def test_by_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_rows_of_names() -> None:
     """An engine for each set of layers, in whatever order they are named."""
-    names = ["full@fp8_e4m3-skip-2-10-2", "fier-64@fp8-skip-2-10", "full@fp8", "knorm@fp8-skip-2"]
+    names = ["full@fp8_e4m3-skip-10-2", "fier-64@fp8-skip-2-10", "full@fp8", "knorm@fp8-skip-2"]
     rows = read_policies(names, 12)
     over = [[row.cache_dtype for row in group] for group in grouped(rows, 12)]
     assert over == [[None], ["fp8-skip-2-10"] * 2, ["fp8"], ["fp8-skip-2"]]
@@ -73,6 +75,38 @@ def test_rows_of_names() -> None:
         "full@fp8-skip-x": "write one of",
         "full@fp8-skip-": "write one of",
         "knorm@int8_per_token_head-skip-0": "write one of",
+        "full@fp8-skip-99": r"0 to 11, each once .*: write full@fp8$",
+        "full@fp8-skip-01-1": r"without zeros before it: write full@fp8-skip-1$",
+        "fier-64@fp8_e5m2-skip-0-12-3-0": r": write fier-64@fp8_e5m2-skip-0-3$",
+        "full@fp8-skip-0-sliding_window": r": write full@fp8-skip-0$",
+        "speed-4@fp8-skip-0": r"speed-4 cuts layers into stages, .*: write speed-4@fp8$",
+        "pyramidkv@fp8-skip-0": "cuts layers into stages",
+        "fastkv@fp8-skip-0": "cuts layers into stages",
+        "snapkv:lookahead=8@fp8-skip-0": "has lookahead=, which was never tried",
     }.items():
         with pytest.raises(PolicyError, match=why):
             read_policies([name], 12)
+
+
+def test_rows_of_a_model_with_windows() -> None:
+    """vLLM has them skip by a word, without policies."""
+    (_, row) = read_policies(["full@fp8-skip-sliding_window-1"], 12, slides=True)
+    assert str(row) == "full@fp8-skip-1-sliding_window"
+    with pytest.raises(PolicyError, match=r"0 to 11, each once .*: write knorm@fp8-skip-1$"):
+        read_policies(["knorm@fp8-skip-1-sliding_window"], 12, slides=True)
+    window = {"sliding_window": 64}
+    kinds = ["sliding_attention", "full_attention"]
+    assert slides_by_config(SimpleNamespace(**window, layer_types=kinds))
+    assert slides_by_config(SimpleNamespace(**window))
+    assert not slides_by_config(SimpleNamespace(**window, layer_types=kinds[1:]))
+    assert not slides_by_config(SimpleNamespace(sliding_window=None))
+
+
+def test_layers_beside_names_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"kv_cache_dtype_skip_layers": ["2"]}
+    assert evaluate(tmp_path / "out", options, "--policies", "full@fp8", "full@fp8-skip-0-1") == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("vllm-kvx evaluate: error: full@fp8 says by its name which layers skip")
+    assert error.endswith("name them in a policy, full@fp8-skip-2")

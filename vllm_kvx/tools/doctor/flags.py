@@ -9,6 +9,7 @@ from typing import Any
 from vllm_kvx.config.cache_dtype import dtype_of_engine
 from vllm_kvx.config.drafts import DRAFTS_KEY
 from vllm_kvx.config.settings import AUTO_KEY, POLICY_KEY
+from vllm_kvx.policy.cache_dtype import dtype_in
 from vllm_kvx.tools.doctor.asked import layers_for, with_auto
 from vllm_kvx.tools.doctor.findings import Context, Finding, Request, note, ok, problem, reason
 from vllm_kvx.tools.doctor.machine import CPU_ADVICE
@@ -31,7 +32,7 @@ def flags(context: Context) -> Iterator[Finding]:
         yield problem(f"vllm serve does not take these flags: {reason(error)}")
         return
     config = dict(engine_args.additional_config or {})
-    context.kv_cache_dtype = str(engine_args.kv_cache_dtype)
+    context.kv_cache_dtype = dtype_in(vars(engine_args))
     try:
         # In place of `auto`; the server itself chooses below, by all of its flags.
         context.additional_config = with_auto(context, config)

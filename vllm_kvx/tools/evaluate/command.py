@@ -16,7 +16,14 @@ from tqdm import tqdm
 
 import vllm_kvx
 from vllm_kvx.errors import ToolError
-from vllm_kvx.policy.cache_dtype import FP8, cache_options, dtype_in, split_skipped
+from vllm_kvx.policy.cache_dtype import (
+    FP8,
+    SKIP_LAYERS,
+    cache_options,
+    dtype_in,
+    split_skipped,
+    with_skipped,
+)
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.records.folder import check_writable
 from vllm_kvx.records.model_key import model_name
@@ -64,6 +71,7 @@ def run(args: argparse.Namespace) -> None:
         suite.check(model.text_config.max_position_embeddings)
         check_rows(model.rows)
     check_yardstick({rows[0]: FULL_ROW.over(dtype_in(args.engine_args))}, rows)
+    check_skipped(args.engine_args, rows)
     output = Path(args.output or f"evaluate-{Path(args.model).name}")
     check_writable(output, "choose another --output")
     speed = None
@@ -241,6 +249,21 @@ def check_yardstick(resolved: Mapping[Row, Row], rows: Sequence[Row]) -> None:
             f"show: leave @{named.cache_dtype} out, or give full another KV cache by --engine-args "
             '\'{"kv_cache_dtype": "bfloat16"}\''
         )
+
+
+def check_skipped(engine_args: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Raise ToolError where rows name a KV cache dtype and options name layers that skip one.
+
+    Such options could be about nothing but these rows, whose names say which layers skip theirs.
+    """
+    named = next((row for row in rows if row.cache_dtype), None)
+    if named is None or not (skipped := engine_args.get(SKIP_LAYERS)):
+        return
+    raise ToolError(
+        f"{named} says by its name which layers skip its KV cache, and {SKIP_LAYERS} in "
+        "--engine-args names others: leave that out, and name them in a policy, "
+        f"full@{with_skipped('fp8', map(str, skipped))}"
+    )
 
 
 def facts_of(args: argparse.Namespace, suite: Suite, models: Sequence[Model]) -> dict[str, Any]:

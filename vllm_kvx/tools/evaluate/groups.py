@@ -6,10 +6,12 @@ from typing import get_args
 
 from vllm_kvx.policy.cache_dtype import (
     KV_CACHE_DTYPES,
+    SLIDING_WINDOW,
     dtype_name,
     is_dtype_name,
     split_dtype,
     split_skipped,
+    with_skipped,
 )
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.parameters import PolicyError
@@ -22,10 +24,13 @@ from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
 MAX_STAGES = 4
 
 
-def read_policies(names: Sequence[str], num_layers: int) -> dict[Row, KVPolicy]:
+def read_policies(
+    names: Sequence[str], num_layers: int, slides: bool = False
+) -> dict[Row, KVPolicy]:
     """The policies, by the rows that the user's names mean; `full` first, given or not.
 
     A name may end in a KV cache dtype, `fier-512@fp8`, which the policy here is without.
+    slides: whether some of the model's layers slide over a window.
 
     Raises:
         PolicyError: one does not parse, is not served or cannot run on such a model or KV cache.
@@ -38,6 +43,7 @@ def read_policies(names: Sequence[str], num_layers: int) -> dict[Row, KVPolicy]:
         policy.check_model(num_layers)
         if "@" in name:
             _check_dtype(name, policy, dtype)
+            _check_skipped(name, policy, num_layers, slides)
         row = Row(plain, dtype and (dtype_name(dtype) or dtype))
         policies.setdefault(row, policy)
     return policies
@@ -64,6 +70,36 @@ def _check_dtype(name: str, policy: KVPolicy, dtype: str | None) -> None:
             f"write one of {', '.join(taken)}, or one with the layers that it leaves as they are, "
             "such as fp8-skip-0-1"
         )
+
+
+def _check_skipped(name: str, policy: KVPolicy, num_layers: int, slides: bool) -> None:
+    """Raise PolicyError unless the layers that a name's KV cache skips are the model's, each once.
+
+    vLLM compares numbers as they are written: by `99` or `01` nothing is skipped. A server refuses
+    the policies that are refused here, but only where its engine starts.
+    """
+    plain, dtype = split_dtype(name)
+    quantized, skipped = split_skipped(dtype or "")
+    if not skipped:
+        return
+    takes_windows = slides and policy.is_full
+    numbers = {str(int(layer)) for layer in skipped if layer.isdigit() and int(layer) < num_layers}
+    windows = {SLIDING_WINDOW} & set(skipped) if takes_windows else set()
+    meant = numbers | windows
+    if len(skipped) != len(meant) or set(skipped) != meant:
+        more = f", or {SLIDING_WINDOW}" if takes_windows else ""
+        raise PolicyError(
+            f"{name!r}: behind skip- stand layers of this model, 0 to {num_layers - 1}{more}, each "
+            f"once and without zeros before it: write {plain}@{with_skipped(quantized, meant)}"
+        )
+    layout = layout_of([_with_layers(policy, num_layers)], num_layers)
+    if len(layout.stage_starts) > 1:
+        why = "cuts layers into stages, whose pages must have one size"
+    elif layout.lookahead:
+        why = "has lookahead=, which was never tried over layers of two KV cache types"
+    else:
+        return
+    raise PolicyError(f"{name!r}: {policy} {why}: write {plain}@{quantized}")
 
 
 def grouped(policies: Mapping[Row, KVPolicy], num_layers: int) -> list[list[Row]]:

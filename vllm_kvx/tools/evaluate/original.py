@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from vllm_kvx.config.policy_layers import slides_by_config
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.records.model_key import ModelIdentity
@@ -59,7 +60,7 @@ def models_of(args: argparse.Namespace) -> list[Model]:
     """
     config = load_config(args.model, args.revision, supported=None)
     layers = config.num_hidden_layers
-    policies = read_policies(args.policies, layers)
+    policies = read_policies(args.policies, layers, slides_by_config(config))
     model = Model(args.model, args.revision, config, policies)
     if args.original is None:
         return [model]
