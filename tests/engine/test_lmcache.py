@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from reference.fier import Retrieve
-from support.engine import Engine, keep_in_process, running
+from support.engine import BLOCK, Engine, keep_in_process, running
 from support.expected import FULL, Policy, Read, named
 from support.lmcache_server import CHUNK, lmcache_server, settle
 from support.parity import ask, assert_close, assert_parity, room_for
@@ -119,6 +119,41 @@ def test_one_that_comes_back_loads_nothing(engine: Engine, model: Path) -> None:
     loaded = ask(engine, prompts, [FULL] * len(prompts), max_tokens=4)
     assert [answer.cached for answer in loaded] == lens(prompts)
     assert_parity(model, loaded, FULL)
+    settle(engine)
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("policy", [FULL, FIER])
+def test_one_that_skips_the_prefix_cache(engine: Engine, model: Path, policy: Policy) -> None:
+    """For logprobs of its prompt, of which another one has stored the first chunk.
+
+    Steps end within blocks of its other chunks, which are to be stored once they are computed.
+    """
+    known, other = prompts_of((CHUNK + 5, 200), seed=41 + (policy is FIER))
+    stored(engine, [known], FULL)
+    prompt = known[:CHUNK] + other[CHUNK:]
+    # Beside one that takes a token of each step.
+    beside = engine.submit([[3, 5, 7]], 40, [named(FULL)])
+    while not any(request.num_output_tokens for request in engine.scheduler.requests.values()):
+        engine.step()
+    (asked,) = engine.submit([prompt], 1, [named(policy)], prompt_logprobs=0)
+    (request,) = (r for r in engine.scheduler.requests.values() if r.num_prompt_tokens == 200)
+    connector = engine.scheduler.connector
+    for _ in range(20):  # As in every step in which there are no blocks for it.
+        assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert not connector.request_trackers[request.request_id].num_lmcache_hit_tokens
+        time.sleep(0.005)  # For an answer of the server's, were it asked.
+    ends = []
+    while asked not in engine.answered:
+        engine.step()
+        ends.append(request.num_computed_tokens)
+    assert any(end % BLOCK for end in ends if CHUNK < end < len(prompt))
+    engine.finish()
+    assert len(engine.answered[beside[0]]) == 40
+    settle(engine)
+    loaded = ask(engine, [prompt] * 2, [FULL, FIER], max_tokens=TOKENS)
+    assert [answer.cached for answer in loaded] == lens([prompt] * 2)
+    assert_parity(model, loaded, [FULL, FIER])
     settle(engine)
     engine.assert_idle()
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import vllm
-from support.refused import Connector, changed, several_engines
+from support.lmcache_standin import take_lmcache
+from support.refused import Connector, OfLMCache, changed, several_engines
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -106,9 +107,27 @@ def test_every_row_has_a_case(stock, monkeypatch) -> None:
     refused |= set(reasons(WITH_POLICY, changed(hybrid, "kv_transfer_config", Connector())))
     embeds = changed(stock, MULTIMODAL, SimpleNamespace(enable_mm_embeds=True))
     refused |= set(reasons(WITH_POLICY, changed(embeds, "kv_transfer_config", Connector())))
+    refused |= lmcache_rows(stock, monkeypatch)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     refused |= set(reasons(WITH_POLICY, changed(stock, "cache_config.cache_dtype", "nvfp4")))
     assert refused == {row.reason for row in WITH_POLICY}
+
+
+def lmcache_rows(stock: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Adapters, a way to store that nobody tried, and an LMCache that is not there."""
+    take_lmcache(monkeypatch)
+    asked = changed(stock, "kv_transfer_config", OfLMCache())
+    assert not reasons(WITH_POLICY, asked)
+    found = reasons(WITH_POLICY, changed(asked, "lora_config", object()))
+    lazy = OfLMCache(**{"lmcache.mp.lazy_offload": True})
+    found += reasons(WITH_POLICY, changed(stock, "kv_transfer_config", lazy))
+    monkeypatch.setenv("LMCACHE_USE_UPSTREAM_MP", "1")
+    found += reasons(WITH_POLICY, asked)
+    for line, says in zip(
+        found, ("--enable-lora", "drop lmcache.mp.lazy_offload", "lmcache==0.5.6"), strict=True
+    ):
+        assert says in line
+    return set(found)
 
 
 def pipeline_of_kinds(config: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import inside
-from support.refused import Connector, ThroughHost, changed
+from support.refused import Connector, OfLMCache, ThroughHost, changed
 from vllm.config import CacheConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -17,6 +17,8 @@ from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server.start_checks import WITH_RETRIEVAL
 from vllm_kvx.server.start_refusal import reasons
+
+ANSWERS = "lmcache.mp.save_decode_cache"
 
 
 def layers_in_blocks(stock: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
@@ -46,6 +48,7 @@ def test_rows_where_pages_hold_a_sidecar(stock, monkeypatch, tmp_path) -> None:
         ("attention_config.backend", AttentionBackendEnum.FLASHINFER, "FLASH_ATTN, TRITON_ATTN"),
         ("compilation_config.pass_config.fuse_attn_quant", True, '{"fuse_attn_quant": false}'),
         ("kv_transfer_config", Connector(offload_prompt_only=False), "drop offload_prompt_only"),
+        ("kv_transfer_config", OfLMCache(**{ANSWERS: True}), f"drop {ANSWERS}"),
         ("kv_transfer_config", Connector(bidirectional_kv_xfer=True), "drop bidirectional_kv_xfer"),
     ]:
         (found,) = reasons(WITH_RETRIEVAL, changed(stock, path, value))

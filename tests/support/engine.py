@@ -136,6 +136,7 @@ class Engine:
         adapters: Sequence[Path | None] | None = None,
         transfers: Sequence[dict[str, Any]] | None = None,
         images: Sequence[Sequence[Any]] | None = None,
+        **sampling: Any,
     ) -> list[str]:
         """Adds requests without running them; their ids. Arguments are those of `generate`."""
         from vllm.inputs import TokensPrompt
@@ -146,7 +147,7 @@ class Engine:
         for prompt, name, adapter, transfer, its in each:
             self._submitted += 1
             ids.append(f"submitted-{self._submitted}")
-            params = greedy(max_tokens, name)
+            params = greedy(max_tokens, name, **sampling)
             if transfer is not None:
                 params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": transfer}
             item = TokensPrompt(prompt_token_ids=prompt)

@@ -38,6 +38,12 @@ class ThroughHost(Connector):
     kv_connector, kv_buffer_device = "NixlConnector", "cpu"
 
 
+class OfLMCache(Connector):
+    """LMCache's, whose settings have dots in their names."""
+
+    kv_connector = "LMCacheMPConnector"
+
+
 def several_engines(config: Any, backend: str) -> Any:
     """Two engines behind one server."""
     config = changed(config, "parallel_config.data_parallel_size", 2)

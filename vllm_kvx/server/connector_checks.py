@@ -61,6 +61,12 @@ BESIDE_CONNECTORS: tuple[Refusal, ...] = (
         f"{_LAZY} from --kv-transfer-config",
         CONNECTOR,
     ),
+    Refusal(
+        lambda c: asked_connector(c) == LMCACHE and _is_other(),
+        f"{LMCACHE} is to store prompts alone and to let requests pass by, which policies know of "
+        f"LMCache's own in 0.5.6: pip install lmcache==0.5.6, and leave {_UPSTREAM} unset",
+        CONNECTOR,
+    ),
 )
 
 # Where prompts retrieve.
@@ -75,12 +81,6 @@ RETRIEVAL_BESIDE_CONNECTORS: tuple[Refusal, ...] = (
         lambda c: asked_connector(c) == LMCACHE and _is_told(c, _ANSWERS),
         "tokens that are generated under retrieval leave other entries than a prompt's would, and "
         f"no request may load these: drop {_ANSWERS} from --kv-transfer-config",
-        CONNECTOR,
-    ),
-    Refusal(
-        lambda c: asked_connector(c) == LMCACHE and not _is_told(c, _ANSWERS) and _is_other(),
-        f"{LMCACHE} is to store prompts alone, which LMCache's own does from 0.5.6 on: pip install "
-        f"-U lmcache, and leave {_UPSTREAM} unset",
         CONNECTOR,
     ),
     Refusal(
@@ -159,16 +159,19 @@ def _is_told(c: "VllmConfig", key: str) -> bool:
 def _is_other() -> bool:
     """Whether vLLM would take a connector that cannot leave generated tokens out, or a request.
 
-    That is vLLM's own, or an older one of LMCache's (``external_prefixes`` has what it passes by).
+    That is vLLM's own, also where LMCache's cannot be imported, or another version of LMCache's.
+    ``external_prefixes`` has what it passes by, and calls what is looked for here.
     """
     if os.environ.get(_UPSTREAM):
         return True
     try:
-        module = import_module("lmcache.integration.vllm.lmcache_mp_metadata")
-        store = module.LMCacheMPRequestMetadata.GetStoreMetadata
+        metadata = import_module("lmcache.integration.vllm.lmcache_mp_metadata")
+        connector = import_module("lmcache.integration.vllm.lmcache_mp_connector")
+        store = metadata.LMCacheMPRequestMetadata.GetStoreMetadata
         return not (
             "save_decode_cache" in signature(store).parameters
-            and hasattr(module.LMCacheMPRequestState, "BYPASS_LMCACHE")
+            and hasattr(metadata.LMCacheMPRequestState, "BYPASS_LMCACHE")
+            and hasattr(connector.LMCacheMPConnector, "_get_or_create_request_tracker")
         )
     except (ImportError, AttributeError):
         return True
