@@ -58,13 +58,7 @@ class SidecarWriter:
         block_table_strides: Tensor,
         layer: int | None = None,
     ) -> None:
-        """Quantises `full_groups` in all layers of their stages, or in one layer.
-
-        Args:
-            full_groups: (n, 3) int32: KV stage, row of the block tables, and index of the group,
-                which is full and whose keys are in the cache.
-            block_table_ptrs, block_table_strides: (KV groups,), vLLM's block table layout.
-        """
+        """Quantises `full_groups` in all layers of their stages, or in one: see ``base.Writer``."""
         if not full_groups.shape[0]:
             return
         where = full_groups, block_table_ptrs, block_table_strides
