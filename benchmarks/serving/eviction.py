@@ -208,7 +208,7 @@ def _scheduler(policy: str, eviction: str | None, load: Load, model: str, shape:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheTensor
 
     from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
     from vllm_kvx.cache.scheduler import PolicyScheduler
@@ -248,9 +248,14 @@ def _scheduler(policy: str, eviction: str | None, load: Load, model: str, shape:
         policy_kv_cache_specs(layers, settings_)
     specs = {f"layers.{i}.attn": each.get_kv_cache_spec(config) for i, each in enumerate(layers)}
     groups = get_kv_cache_groups(config, specs)
+    page = groups[0].kv_cache_spec.page_size_bytes
+    size = load.blocks * page * max(len(group.layer_names) for group in groups)
+    pool = KVCacheTensor(
+        size, groups[0].layer_names, layer_stride=page * load.blocks, block_stride=page
+    )
     return (Scheduler if is_stock else PolicyScheduler)(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(load.blocks, [], groups),
+        kv_cache_config=KVCacheConfig(load.blocks, [pool], groups),
         structured_output_manager=MagicMock(),
         block_size=BLOCK_SIZE,
         hash_block_size=BLOCK_SIZE,
