@@ -165,7 +165,9 @@ def test_a_name_says_which_cache_a_server_has() -> None:
         assert options["kv_cache_dtype_skip_layers"] == skipped
 
 
-def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # It would set variables for the tests that come after it, too.
+    monkeypatch.setattr(ranks, "prepare_environment", lambda: None)
     given = ["--model", "tiny", "--servers", "stock", "--out", "x.json"]
     for more, message in (
         (["--cases", "64"], "--cases 64: write REQUESTSxTOKENS"),
