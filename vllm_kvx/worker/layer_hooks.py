@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from vllm_kvx.cache.kv_cache_specs import sidecar_bytes
+from vllm_kvx.cache.pool_capacity import layer_spec
 from vllm_kvx.models.hooked import HookedModel
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt.chosen_rows import ChosenRows, attend_chosen
 from vllm_kvx.policy.axes import DENSE_LAYERS
+from vllm_kvx.policy.cache_dtype import INT8
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.scores.base import LayerView
 from vllm_kvx.worker.attention_backend import why_unusable
@@ -136,6 +139,11 @@ class LayerHook:
         """Entries of a block of the layer's cache, which is that of the attention kernel."""
         return int(self.layer.kv_cache.shape[2])
 
+    @property
+    def is_int8(self) -> bool:
+        """Whether the layer's entries are integers with a scale for each token and head."""
+        return bool(self.layer.kv_cache_dtype == INT8)
+
     def key_scale(self, paged: PagedKV) -> float:
         """What a stored key is multiplied with to get the key."""
         return float(self.layer._k_scale_float) if paged.keys.dtype.itemsize == 1 else 1.0
@@ -144,6 +152,9 @@ class LayerHook:
         """The layer's cache, addressed entry by entry."""
         layer = self.layer
         kv_cache = layer.kv_cache if kv_cache is None else kv_cache
+        if self.is_int8:
+            of_int8: PagedKV = layer.impl.paged(kv_cache)
+            return of_int8
         if kv_cache.dtype == torch.uint8:
             e5m2 = layer.kv_cache_dtype == "fp8_e5m2"
             kv_cache = kv_cache.view(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn)
@@ -240,6 +251,10 @@ class LayerHooks:
         for hook in self.layers:
             hook.group = names[hook.layer.layer_name]
             attention: Any = hook.layer.attn_backend
+            if hook.is_int8:
+                assert layout.sidecar is not None
+                spec = layer_spec(groups[hook.group])
+                hook.layer.impl.sidecar_bytes = sidecar_bytes(spec, layout.sidecar)
             if (unusable := why_unusable(layout, attention)) is not None:
                 raise RuntimeError(str(unusable))
             if not addressed:
