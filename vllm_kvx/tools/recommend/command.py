@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
         )
     workload = Workload(args.input or questions.median, args.output, args.concurrency)
     server = server_for(args, text_config)
-    facts = model_facts(identity, text_config)
+    facts = model_facts(identity, text_config, dtype_in(args.engine_args))
     names, left_out = (args.policies, []) if args.policies else names_for(facts)
     ladder, more = candidates(
         names, facts, suite.longest_answer, lambda name: gains_of(name, workload, server)
@@ -186,7 +186,9 @@ def suite_of(args: argparse.Namespace, own: OwnPrompts | None, context: int) -> 
     return replace(suite, lengths=(length,))
 
 
-def model_facts(identity: ModelIdentity, text_config: Mapping[str, Any]) -> ModelFacts:
+def model_facts(
+    identity: ModelIdentity, text_config: Mapping[str, Any], kv_cache_dtype: str | None = None
+) -> ModelFacts:
     """What decides which policies a model can run.
 
     Raises:
@@ -208,9 +210,8 @@ def model_facts(identity: ModelIdentity, text_config: Mapping[str, Any]) -> Mode
         return replace(part, **found.values(wanted))
 
     tuned = read_tuned(identity.directory) if identity.directory is not None else None
-    return ModelFacts(
-        text_config, limits, HEAD_DIMS, with_layer, None if tuned is None else tuned.policy
-    )
+    policy = None if tuned is None else tuned.policy
+    return ModelFacts(text_config, limits, HEAD_DIMS, with_layer, policy, kv_cache_dtype)
 
 
 def server_for(args: argparse.Namespace, text_config: Mapping[str, Any]) -> Server:
@@ -223,8 +224,10 @@ def server_for(args: argparse.Namespace, text_config: Mapping[str, Any]) -> Serv
 
     here = None if on_cpu() else torch.cuda.get_device_name()
     weights = quantized_bytes(text_config) if text_config.get("quantization_config") else 2.0
-    dtype = dtype_in(args.engine_args)
-    if (kv := mean_entry_bytes(dtype, text_config["num_hidden_layers"])) is None:
+    dtype, layers = dtype_in(args.engine_args), text_config["num_hidden_layers"]
+    heads = text_config.get("num_attention_heads") or 1
+    head_dim = text_config.get("head_dim") or text_config.get("hidden_size", 0) // heads or None
+    if (kv := mean_entry_bytes(dtype, layers, head_dim)) is None:
         raise ToolError(f"gains over a KV cache of {dtype} cannot be counted: leave it out")
     return server_of(text_config, args.device, here, weights, kv)
 

@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_kvx.ops.int8.store import store
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.policy.cache_dtype import INT8
-from vllm_kvx.worker.int8_cache.pieces import SHORT, Plan, plan
+from vllm_kvx.worker.int8_cache.pieces import NOTHING, SHORT, Plan, plan
 from vllm_kvx.worker.int8_cache.prefill import Softmax, attend_undone
 
 # Of a power of two, as kernels take them.
@@ -46,7 +46,7 @@ NAME = "CUSTOM"
 class Int8Metadata(TritonAttentionMetadata):
     """Of one batch. undone: what attends to undone entries, and `bounds` of it on the device."""
 
-    undone: Plan = Plan(0, 0, 0, (), ())
+    undone: Plan = NOTHING
     bounds: Tensor | None = None
 
 
@@ -149,9 +149,7 @@ class Int8AttentionImpl(TritonAttentionImpl):
     ) -> Tensor:
         more = output_scale, output_block_scale
         if attn_metadata is None:  # vLLM looks how much memory a step takes.
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, *more
-            )
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *more)
         assert more == (None, None), "outputs of these layers are not quantized"
         metadata = cast(Int8Metadata, attn_metadata)
         undone = metadata.undone

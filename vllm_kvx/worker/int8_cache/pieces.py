@@ -1,5 +1,6 @@
 """How a chunk's attention is shared out: pieces of its context, each of which fits into scratch."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 # Entries that are undone at once, where a context has more.
@@ -52,6 +53,10 @@ class Plan(NamedTuple):
     bounds: tuple[tuple[int, int, int, int], ...]
 
 
+# Of a batch without requests.
+NOTHING = Plan(0, 0, 0, (), ())
+
+
 def plan(
     starts: list[int], lens: list[int], block_size: int, short: int, most: int = SLICE
 ) -> Plan:
@@ -64,7 +69,7 @@ def plan(
             behind it are undone: vLLM sorts a batch by rows.
         most: entries of a piece, at most, unless the rows' own are more.
     """
-    counts = [stop - begin for begin, stop in zip(starts, starts[1:], strict=False)]
+    counts = [stop - begin for begin, stop in pairwise(starts)]
     first = next((i for i, count in enumerate(counts) if count > short), len(counts))
     chunks: list[Chunk] = []
     bounds: list[tuple[int, int, int, int]] = []

@@ -50,8 +50,11 @@ def attend_undone(
         count = piece.end - piece.first
         undo(paged, table, piece.first, piece.end, keys, values)
         to = out if is_last and before is None else torch.empty_like(out)
-        part = to, _attend(
-            *(query, keys[:count], values[:count], bounds, piece, is_last, to, softmax, version)
+        part = (
+            to,
+            _attend(
+                *(query, keys[:count], values[:count], bounds, piece, is_last, to, softmax, version)
+            ),
         )
         if before is None:
             before = part
