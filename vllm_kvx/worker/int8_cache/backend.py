@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_kvx.ops.int8.store import store
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.policy.cache_dtype import INT8
-from vllm_kvx.worker.int8_cache.pieces import NOTHING, SHORT, Plan, plan
+from vllm_kvx.worker.int8_cache.pieces import NOTHING, SHORT, Plan, plan_of
 from vllm_kvx.worker.int8_cache.prefill import Softmax, attend_undone
 
 # Of a power of two, as kernels take them.
@@ -44,10 +44,29 @@ NAME = "CUSTOM"
 
 @dataclass
 class Int8Metadata(TritonAttentionMetadata):
-    """Of one batch. undone: what attends to undone entries, and `bounds` of it on the device."""
+    """Of one batch.
+
+    undone: what of it attends to undone entries. bounds: `Plan.bounds` on the device.
+    beside: of the requests before those; the batch's own where there are none.
+    """
 
     undone: Plan = NOTHING
     bounds: Tensor | None = None
+    beside: TritonAttentionMetadata | None = None
+
+    def __post_init__(self) -> None:
+        plan = self.undone
+        self.beside = self
+        if plan.chunks:
+            self.beside = replace(
+                self,
+                num_actual_tokens=plan.num_rows,
+                max_query_len=plan.longest,
+                query_start_loc=self.query_start_loc[: plan.num_requests + 1],
+                seq_lens=self.seq_lens[: plan.num_requests],
+                block_table=self.block_table[: plan.num_requests],
+                undone=NOTHING,
+            )
 
 
 class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
@@ -81,7 +100,7 @@ class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
         # Of prompts the bound is the length.
         assert lens is not None, "the lengths of a batch are known on the host"
         starts = common.query_start_loc_cpu.tolist()
-        undone = plan(starts, lens.tolist()[: len(starts) - 1], self.block_size, self._short)
+        undone = plan_of(starts, lens.tolist()[: len(starts) - 1], self.block_size, self._short)
         bounds = None
         if undone.chunks:
             bounds = async_tensor_h2d(list(undone.bounds), dtype=torch.int32, device=self.device)
@@ -152,26 +171,17 @@ class Int8AttentionImpl(TritonAttentionImpl):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *more)
         assert more == (None, None), "outputs of these layers are not quantized"
         metadata = cast(Int8Metadata, attn_metadata)
-        undone = metadata.undone
-        if undone.chunks:
-            first = undone.num_requests
-            metadata = replace(
-                metadata,
-                num_actual_tokens=undone.num_rows,
-                max_query_len=undone.longest,
-                query_start_loc=metadata.query_start_loc[: first + 1],
-                seq_lens=metadata.seq_lens[:first],
-                block_table=metadata.block_table[:first],
-            )
-        if undone.num_rows:
-            super().forward(layer, query, key, value, kv_cache, metadata, output)
+        plan, beside = metadata.undone, metadata.beside
+        assert beside is not None
+        if plan.num_rows or not plan.chunks:
+            super().forward(layer, query, key, value, kv_cache, beside, output)
         softmax = Softmax(self.scale, self.logits_soft_cap)
-        for chunk in undone.chunks:
+        for chunk in plan.chunks:
             assert metadata.bounds is not None
             attend_undone(
                 query,
                 self.paged(kv_cache),
-                attn_metadata.block_table,
+                metadata.block_table,
                 chunk,
                 metadata.bounds,
                 output,

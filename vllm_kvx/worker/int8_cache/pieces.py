@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 NOTHING = Plan(0, 0, 0, (), ())
 
 
-def plan(
+def plan_of(
     starts: list[int], lens: list[int], block_size: int, short: int, most: int = SLICE
 ) -> Plan:
     """Shares out a batch of R requests.
@@ -77,7 +77,9 @@ def plan(
         if not counts[request]:
             continue
         pieces = []
-        for begin, end in _pieces(lens[request], counts[request], block_size, most):
+        # Batches that vLLM makes up have no entries.
+        length = max(lens[request], counts[request])
+        for begin, end in _pieces(length, counts[request], block_size, most):
             pieces.append(Piece(begin, end, len(bounds)))
             bounds.append((0, counts[request], 0, end - begin))
         chunks.append(Chunk(request, starts[request], starts[request + 1], tuple(pieces)))
