@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from vllm_kvx.config.cache_dtype import skipped_layers
 from vllm_kvx.config.policy_layers import is_mixed
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.cache_dtype import INT8, why_not_over
@@ -57,6 +58,12 @@ OVER_INT8: tuple[Refusal, ...] = (
         "some layers of this model slide over a window or keep a state, beside which policies were "
         f"never tried over {INT8}: {_OTHER}",
         MODEL,
+    ),
+    Refusal(
+        lambda c: _is_cpu() and skipped_layers(c),
+        f"vLLM's CPU attention takes layers that skip a cache of {INT8} for such of fp8: drop "
+        "--kv-cache-dtype-skip-layers",
+        CACHE_DTYPE,
     ),
     Refusal(
         lambda _: _is_batch_invariant(),

@@ -47,7 +47,7 @@ class Int8Metadata(TritonAttentionMetadata):
     """Of one batch.
 
     undone: what of it attends to undone entries. bounds: `Plan.bounds` on the device.
-    beside: of the requests before those; the batch's own where there are none.
+    beside: of the requests before those; None where all requests are.
     """
 
     undone: Plan = NOTHING
@@ -56,8 +56,8 @@ class Int8Metadata(TritonAttentionMetadata):
 
     def __post_init__(self) -> None:
         plan = self.undone
-        self.beside = self
-        if plan.chunks:
+        self.beside = None
+        if plan.chunks and plan.num_rows:
             self.beside = replace(
                 self,
                 num_actual_tokens=plan.num_rows,
@@ -84,9 +84,11 @@ class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # Rows that verify drafts are in CUDA graphs, too.
-        short = max(SHORT, 1 + vllm_config.num_speculative_tokens)
-        self._short = 0 if device.type == "cpu" else short
+        self._short = SHORT
+        if device.type == "cpu":
+            self._short = 0
+        elif vllm_config.model_config.dtype == torch.float32:  # FlashAttention does not take it.
+            self._short = vllm_config.scheduler_config.max_num_batched_tokens
 
     def build(
         self,
@@ -96,15 +98,15 @@ class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
     ) -> Int8Metadata:
         common = common_attn_metadata
         stock = super().build(common_prefix_len, common, fast_build)
+        of_stock = {each.name: getattr(stock, each.name) for each in fields(stock)}
+        if common.max_query_len <= self._short:
+            return Int8Metadata(**of_stock)
         lens = common.seq_lens_cpu_upper_bound
         # Of prompts the bound is the length.
         assert lens is not None, "the lengths of a batch are known on the host"
         starts = common.query_start_loc_cpu.tolist()
         undone = plan_of(starts, lens.tolist()[: len(starts) - 1], self.block_size, self._short)
-        bounds = None
-        if undone.chunks:
-            bounds = async_tensor_h2d(list(undone.bounds), dtype=torch.int32, device=self.device)
-        of_stock = {each.name: getattr(stock, each.name) for each in fields(stock)}
+        bounds = async_tensor_h2d(list(undone.bounds), dtype=torch.int32, device=self.device)
         return Int8Metadata(**of_stock, undone=undone, bounds=bounds)
 
     def update_block_table(
@@ -171,9 +173,8 @@ class Int8AttentionImpl(TritonAttentionImpl):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *more)
         assert more == (None, None), "outputs of these layers are not quantized"
         metadata = cast(Int8Metadata, attn_metadata)
-        plan, beside = metadata.undone, metadata.beside
-        assert beside is not None
-        if plan.num_rows or not plan.chunks:
+        plan = metadata.undone
+        if (beside := metadata.beside if plan.chunks else metadata) is not None:
             super().forward(layer, query, key, value, kv_cache, beside, output)
         softmax = Softmax(self.scale, self.logits_soft_cap)
         for chunk in plan.chunks:
