@@ -16,26 +16,21 @@ from reference.masked import storing
 from support import cpu_fp8, inside
 from support.engine import Answer, running
 from support.expected import FULL, Policy, Read, expect, load, named
+from support.int8 import NAME, rounded
 from support.parity import ask, assert_close, in_turn, room_for
 from support.prompts import prompt_of, prompts_of
 from torch import Tensor
 
 from vllm_kvx.server import validate
+from vllm_kvx.worker.int8_cache import pieces
 
 LAYERS = 4
 READ, PAGES = Retrieve(32, group=32), Retrieve(64, group=32, pages=True)
-NAME = "int8_per_token_head"
 
 
 @pytest.fixture
 def model(tiny: Callable[..., Path]) -> Path:
     return tiny(layers=LAYERS)
-
-
-def rounded(entries: Tensor) -> Tensor:
-    """(..., D) as it is read again: the largest channel of a token and head is 127 steps."""
-    steps = (entries.abs().amax(dim=-1, keepdim=True) / 127).clamp(min=1e-6)
-    return (entries / steps).round().clamp(-128, 127) * steps
 
 
 def rounding(*exact: int) -> Callable[[int, int, Tensor], Tensor]:
@@ -69,10 +64,14 @@ def assert_near(
         assert differs.median() > 1e-3, (name, differs)
 
 
-def test_chunks_prefixes_and_what_is_cut_off(model: Path) -> None:
-    """Prompts in chunks beside each other, alone, and again after a hit; others are aborted."""
+def test_chunks_prefixes_and_what_is_cut_off(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks beside each other, alone, and again after a hit; others are aborted.
+
+    Contexts of more than 96 entries are read in slices.
+    """
+    monkeypatch.setattr(pieces, "SLICE", 96)
     policies: list[Policy] = [FULL, Read(READ)]
-    lengths = (2, 33, 64, 95, 300, 161, 257, 290, 129, 97, 193, 96)
+    lengths = (2, 33, 64, 95, 300, 161, 257, 193)
     prompts, each = prompts_of(lengths), in_turn(policies, len(lengths))
     config = room_for(policies) | {"kv_recall_every": 3}
     options = {"kv_cache_dtype": NAME, "max_model_len": 512, "max_num_seqs": 16}

@@ -58,7 +58,7 @@ NOTHING = Plan(0, 0, 0, (), ())
 
 
 def plan_of(
-    starts: list[int], lens: list[int], block_size: int, short: int, most: int = SLICE
+    starts: list[int], lens: list[int], block_size: int, short: int, most: int | None = None
 ) -> Plan:
     """Shares out a batch of R requests.
 
@@ -67,7 +67,7 @@ def plan_of(
         block_size: entries of a block, at whose bounds pieces begin.
         short: rows of a request that is read as it is stored, at most. Once one has more, all
             behind it are undone: vLLM sorts a batch by rows.
-        most: entries of a piece, at most, unless the rows' own are more.
+        most: entries of a piece, at most, unless the rows' own are more; `SLICE` unless given.
     """
     counts = [stop - begin for begin, stop in pairwise(starts)]
     first = next((i for i, count in enumerate(counts) if count > short), len(counts))
@@ -79,7 +79,7 @@ def plan_of(
         pieces = []
         # Batches that vLLM makes up have no entries.
         length = max(lens[request], counts[request])
-        for begin, end in _pieces(length, counts[request], block_size, most):
+        for begin, end in _pieces(length, counts[request], block_size, most or SLICE):
             pieces.append(Piece(begin, end, len(bounds)))
             bounds.append((0, counts[request], 0, end - begin))
         chunks.append(Chunk(request, starts[request], starts[request + 1], tuple(pieces)))
