@@ -16,6 +16,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_kvx.compat.vllm_signatures import check, seams_of
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN
 from vllm_kvx.policy.cache_dtype import INT8
 from vllm_kvx.policy.layout import Layout
@@ -120,10 +121,13 @@ def _for_int8(config: Any) -> str:
 
     Raises:
         ValueError: it cannot run such a layer, or not on this device.
+        RuntimeError: it was not written for this vLLM.
     """
     from vllm_kvx.worker.int8_cache.backend import Int8AttentionBackend, register
 
-    capability = platforms.current_platform.get_device_capability()
+    check(seams_of("int8"))
+    # None on a CPU.
+    capability: Any = platforms.current_platform.get_device_capability()
     problems = Int8AttentionBackend.validate_configuration(
         device_capability=capability, **config._asdict()
     )

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
 from vllm_kvx.cache.kv_cache_specs import sidecar_bytes
 from vllm_kvx.cache.pool_capacity import layer_spec
@@ -254,6 +254,7 @@ class LayerHooks:
             if hook.is_int8:
                 assert layout.sidecar is not None
                 spec = layer_spec(groups[hook.group])
+                assert isinstance(spec, AttentionSpec)
                 hook.layer.impl.sidecar_bytes = sidecar_bytes(spec, layout.sidecar)
             if (unusable := why_unusable(layout, attention)) is not None:
                 raise RuntimeError(str(unusable))

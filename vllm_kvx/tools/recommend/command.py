@@ -85,8 +85,7 @@ def run(args: argparse.Namespace) -> None:
     if not args.no_save and (problem := cache_problem(records.FOLDER)):
         raise ToolError(f"{problem}, or give --no-save")
 
-    context = text_config.get("max_position_embeddings")
-    if not context:
+    if not (context := text_config.get("max_position_embeddings")):
         raise ToolError("the model's configuration does not say how long its context is")
     suite = suite_of(args, own, context)
     load = functools.partial(load_tokenizer, args.model, args.revision)
@@ -103,8 +102,8 @@ def run(args: argparse.Namespace) -> None:
             f"context has {context}: leave that prompt out"
         )
     workload = Workload(args.input or questions.median, args.output, args.concurrency)
-    server = server_for(args, text_config)
     facts = model_facts(identity, text_config, dtype_in(args.engine_args))
+    server = server_for(args, text_config, facts.head_dim)
     names, left_out = (args.policies, []) if args.policies else names_for(facts)
     ladder, more = candidates(
         names, facts, suite.longest_answer, lambda name: gains_of(name, workload, server)
@@ -210,11 +209,11 @@ def model_facts(
         return replace(part, **found.values(wanted))
 
     tuned = read_tuned(identity.directory) if identity.directory is not None else None
-    policy = None if tuned is None else tuned.policy
-    return ModelFacts(text_config, limits, HEAD_DIMS, with_layer, policy, kv_cache_dtype)
+    of_weights = tuned and tuned.policy
+    return ModelFacts(text_config, limits, HEAD_DIMS, with_layer, of_weights, kv_cache_dtype)
 
 
-def server_for(args: argparse.Namespace, text_config: Mapping[str, Any]) -> Server:
+def server_for(args: argparse.Namespace, text_config: Mapping[str, Any], head_dim: int) -> Server:
     """What gains are counted for.
 
     Raises:
@@ -224,10 +223,8 @@ def server_for(args: argparse.Namespace, text_config: Mapping[str, Any]) -> Serv
 
     here = None if on_cpu() else torch.cuda.get_device_name()
     weights = quantized_bytes(text_config) if text_config.get("quantization_config") else 2.0
-    dtype, layers = dtype_in(args.engine_args), text_config["num_hidden_layers"]
-    heads = text_config.get("num_attention_heads") or 1
-    head_dim = text_config.get("head_dim") or text_config.get("hidden_size", 0) // heads or None
-    if (kv := mean_entry_bytes(dtype, layers, head_dim)) is None:
+    dtype = dtype_in(args.engine_args)
+    if (kv := mean_entry_bytes(dtype, text_config["num_hidden_layers"], head_dim)) is None:
         raise ToolError(f"gains over a KV cache of {dtype} cannot be counted: leave it out")
     return server_of(text_config, args.device, here, weights, kv)
 

@@ -110,8 +110,8 @@ class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
         return Int8Metadata(**of_stock, undone=undone, bounds=bounds)
 
     def update_block_table(
-        self, metadata: Int8Metadata, blk_table: Tensor, slot_mapping: Tensor
-    ) -> Int8Metadata:
+        self, metadata: TritonAttentionMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> TritonAttentionMetadata:
         return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
 

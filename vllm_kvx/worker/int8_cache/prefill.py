@@ -93,10 +93,10 @@ def _attend(
     """
     if version is None:
         return _attend_in_torch(query, keys, values, is_causal, out, softmax)
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+    from vllm.v1.attention.backends import fa_utils
 
     ends = bounds[piece.place]
-    _, lse = flash_attn_varlen_func(
+    _, lse = fa_utils.flash_attn_varlen_func(  # No CPU's build has it.
         q=query,
         k=keys,
         v=values,
@@ -141,9 +141,8 @@ def _merge(
     lse = torch.empty_like(one[1])
     if version is None:
         torch.logaddexp(one[1], other[1], out=lse)
-        weights = ((part[1] - lse).exp().T[..., None] for part in (one, other))
-        parts = (part[0] * weight for part, weight in zip((one, other), weights, strict=True))
-        out.copy_(sum(parts))
+        first, second = (each * (own - lse).exp().T[..., None] for each, own in (one, other))
+        torch.add(first, second, out=out)
         return lse
     from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
