@@ -209,7 +209,7 @@ def model_facts(
         return replace(part, **found.values(wanted))
 
     tuned = read_tuned(identity.directory) if identity.directory is not None else None
-    of_weights = tuned and tuned.policy
+    of_weights = None if tuned is None else tuned.policy
     return ModelFacts(text_config, limits, HEAD_DIMS, with_layer, of_weights, kv_cache_dtype)
 
 
