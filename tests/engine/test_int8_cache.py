@@ -17,6 +17,7 @@ from support import cpu_fp8, inside
 from support.engine import Answer, running
 from support.expected import FULL, Policy, Read, expect, load, named
 from support.int8 import NAME, rounded
+from support.nightly import nightly
 from support.parity import ask, assert_close, in_turn, room_for
 from support.prompts import prompt_of, prompts_of
 from torch import Tensor
@@ -124,3 +125,21 @@ def test_preempted_with_layers_that_skip(model: Path, monkeypatch: pytest.Monkey
         dtypes = inside.cache_dtypes(engine)
     assert dtypes == [torch.float32] * 2 + [torch.int8] * 2
     assert_near(model, answers, each, 0, 1)
+
+
+@nightly
+def test_two_ranks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has the scales of its own heads."""
+    # vLLM binds one rank to a NUMA node unless told which cores to take.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    policies: list[Policy] = [FULL, Read(READ)]
+    prompts, each = prompts_of((33, 97, 200, 150)), in_turn(policies, 4)
+    options = {"kv_cache_dtype": NAME, "max_model_len": 512, "tensor_parallel_size": 2}
+    with running(
+        model, "full", config=room_for(policies), enable_prefix_caching=True, **options
+    ) as engine:
+        answers = ask(engine, prompts, each, max_tokens=6)
+        again = ask(engine, [[*prompt, 7] for prompt in prompts], each, max_tokens=4)
+        engine.assert_idle()
+    assert any(answer.cached for answer in again)
+    assert_near(model, [*answers, *again], each * 2)
