@@ -90,7 +90,4 @@ def why_not_over(dtype: str | None, policy: "KVPolicy") -> str | None:
     """
     if split_skipped(dtype or "auto")[0] != INT8 or policy.keeps_prompts:
         return None
-    return (
-        "drops or moves entries, or has tokens skip layers, which knows no scale for each token "
-        f"and head as {INT8} has"
-    )
+    return f"drops or moves entries, or has tokens skip layers, which was never tried over {INT8}"

@@ -70,7 +70,10 @@ class Int8Metadata(TritonAttentionMetadata):
 
 
 class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
-    """Builds `Int8Metadata`."""
+    """Builds `Int8Metadata`.
+
+    short: a request with so many rows, or fewer, is read as it is stored.
+    """
 
     # A graph of a batch with a prompt would hold attention of that prompt's length.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -84,11 +87,11 @@ class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._short = SHORT
+        self.short = SHORT
         if device.type == "cpu":
-            self._short = 0
+            self.short = 0
         elif vllm_config.model_config.dtype == torch.float32:  # FlashAttention does not take it.
-            self._short = vllm_config.scheduler_config.max_num_batched_tokens
+            self.short = vllm_config.scheduler_config.max_num_batched_tokens
 
     def build(
         self,
@@ -99,13 +102,13 @@ class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
         common = common_attn_metadata
         stock = super().build(common_prefix_len, common, fast_build)
         of_stock = {each.name: getattr(stock, each.name) for each in fields(stock)}
-        if common.max_query_len <= self._short:
+        if common.max_query_len <= self.short:
             return Int8Metadata(**of_stock)
         lens = common.seq_lens_cpu_upper_bound
         # Of prompts the bound is the length.
         assert lens is not None, "the lengths of a batch are known on the host"
         starts = common.query_start_loc_cpu.tolist()
-        undone = plan_of(starts, lens.tolist()[: len(starts) - 1], self.block_size, self._short)
+        undone = plan_of(starts, lens.tolist()[: len(starts) - 1], self.block_size, self.short)
         bounds = async_tensor_h2d(list(undone.bounds), dtype=torch.int32, device=self.device)
         return Int8Metadata(**of_stock, undone=undone, bounds=bounds)
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 # Entries that are undone at once, where a context has more.
 SLICE = 32_768
-# A request with so many rows, or fewer, is read as it is stored: undoing a whole context for few
-# rows takes longer.
-SHORT = 8
+# A request with so many rows, or fewer, is read as it is stored. With more, vLLM's kernel does not
+# share a long context among programs, and takes longer than undoing it.
+SHORT = 1
 
 
 class Piece(NamedTuple):
