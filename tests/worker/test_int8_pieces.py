@@ -78,7 +78,8 @@ def test_slices_are_the_whole(soft_cap: float) -> None:
         out = torch.full_like(query, torch.nan)
         for chunk in plan.chunks:
             softmax = Softmax(DIM**-0.5, soft_cap)
-            attend_undone(query, paged, table, chunk, torch.tensor(0), out, softmax, None)
+            bounds = torch.tensor(plan.bounds)
+            attend_undone(query, paged, table, chunk, bounds, out, softmax, None)
         found.append(out)
     assert torch.allclose(*found, atol=1e-6)
     for request, length in enumerate(lengths):

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from vllm_kvx.equations.softmax import capped
 from vllm_kvx.ops.int8.undo import undo
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.worker.int8_cache.pieces import Chunk, Piece
+from vllm_kvx.worker.int8_cache.pieces import Chunk
 
 
 class Softmax(NamedTuple):
@@ -49,18 +50,15 @@ def attend_undone(
         is_last = piece is chunk.pieces[-1]
         count = piece.end - piece.first
         undo(paged, table, piece.first, piece.end, keys, values)
-        to = out if is_last and before is None else torch.empty_like(out)
-        part = (
-            to,
-            _attend(
-                *(query, keys[:count], values[:count], bounds, piece, is_last, to, softmax, version)
-            ),
-        )
+        part = out if is_last and before is None else torch.empty_like(out)
+        ends, of_piece = bounds[piece.place], (keys[:count], values[:count])
+        lse = _attend(query, *of_piece, ends, is_last, part, softmax, version)
         if before is None:
-            before = part
-        else:
-            to = out if is_last else torch.empty_like(out)
-            before = to, _merge(to, before, part, version)
+            before = part, lse
+            continue
+        to, of_both = out if is_last else torch.empty_like(out), torch.empty_like(lse)
+        merge_attn_states(to, *before, part, lse, of_both)
+        before = to, of_both
 
 
 def scratch_bytes(
@@ -80,8 +78,7 @@ def _attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    bounds: Tensor,
-    piece: Piece,
+    ends: Tensor,
     is_causal: bool,
     out: Tensor,
     softmax: Softmax,
@@ -89,13 +86,13 @@ def _attend(
 ) -> Tensor:
     """Writes attention of query (m, H, D) to keys and values (n, G, D) to `out`.
 
+    ends: (4,) int32 on the device: 0, m, 0, n.
     Returns: (H, m) float32, the logarithm of each softmax's sum.
     """
     if version is None:
         return _attend_in_torch(query, keys, values, is_causal, out, softmax)
     from vllm.v1.attention.backends import fa_utils
 
-    ends = bounds[piece.place]
     _, lse = fa_utils.flash_attn_varlen_func(  # No CPU's build has it.
         q=query,
         k=keys,
@@ -129,22 +126,3 @@ def _attend_in_torch(
         logits = logits.masked_fill(~seen.tril(entries - rows), float("-inf"))
     out.copy_((logits.softmax(dim=-1) @ values).transpose(0, 1))
     return logits.logsumexp(dim=-1)
-
-
-def _merge(
-    out: Tensor, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], version: int | None
-) -> Tensor:
-    """Writes to `out` what both parts would be in one softmax; each has outputs and sums.
-
-    Returns: (H, m) float32, as ``_attend``.
-    """
-    lse = torch.empty_like(one[1])
-    if version is None:
-        torch.logaddexp(one[1], other[1], out=lse)
-        first, second = (each * (own - lse).exp().T[..., None] for each, own in (one, other))
-        torch.add(first, second, out=out)
-        return lse
-    from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
-
-    merge_attn_states(out, *one, *other, lse)
-    return lse
