@@ -136,17 +136,6 @@ __device__ __forceinline__ int64_t offset_of(const AttendParams& p, const int* t
          entry % p.rows.block_size * p.entry_bytes;
 }
 
-// The same of 8-bit integers, and where its scales lie.
-__device__ __forceinline__ Int8Place int8_place_of(const AttendParams& p, const int* table,
-                                                   int kv_head, int entry) {
-  const int64_t block = table[entry / p.rows.block_size];
-  const int slot = entry % p.rows.block_size;
-  const int64_t at = block * p.block_bytes + kv_head * p.head_bytes + slot * p.entry_bytes;
-  const int64_t scales =
-      block * p.scale_block_bytes + kv_head * p.scale_head_bytes + slot * p.scale_entry_bytes;
-  return {static_cast<uint32_t>(at / 16), static_cast<uint32_t>(scales / 8)};
-}
-
 // Adds up what the warps of a CTA have and writes it: the result if there is one split, else its
 // part. warp_out: a warp's sums, `warp_floats` before the next one's.
 template <typename T, int D, int WARPS>
@@ -301,8 +290,8 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, CACHE>::THREADS)
         if constexpr (INT8) {
           float factor;
           const uint4 x = query_to_float16<T, D>(query_chunks[k], factor);
-          store_query_int8(of_head + swizzled(head, chunk & ~1), of_head + swizzled(head, chunk | 1),
-                           chunk & 1, x);
+          store_query_int8(of_head + swizzled(head, chunk & ~1),
+                           of_head + swizzled(head, chunk | 1), chunk & 1, x);
           if (chunk == 0) largest[head] = factor;  // where none is yet
         } else {
           of_head[swizzled(head, chunk)] = query_chunks[k];

@@ -1,9 +1,9 @@
 // Entries of 8-bit integers with scales: their copies to shared memory, and a softmax over them.
 //
 // All products are of float16, which has every such integer. A score is multiplied by its key's
-// scale; a weight has its value's in it. A word of four integers becomes two pairs, of its even bytes
-// and of its odd ones: where a product of float16 takes two neighbouring channels, here it takes
-// those of a pair. So queries are laid out in that order.
+// scale; a weight has its value's in it. A word of four integers becomes two pairs, of its even
+// bytes and of its odd ones: where a product of float16 takes two neighbouring channels, here it
+// takes those of a pair. So queries are laid out in that order.
 #pragma once
 
 #include <type_traits>
@@ -20,13 +20,24 @@ struct __align__(8) Int8Place {
 };
 constexpr uint32_t NO_SCALES = 0xffffffffu;
 
-// The place of an entry in rows of D bytes: `chunk` of 16 bytes, in an order that spares bank
-// conflicts. It is that of chunk 0, `swizzle_int8`, xor this.
+// table: a row's.
+__device__ __forceinline__ Int8Place int8_place_of(const AttendParams& p, const int* table,
+                                                   int kv_head, int entry) {
+  const int64_t block = table[entry / p.rows.block_size];
+  const int slot = entry % p.rows.block_size;
+  const int64_t at = block * p.block_bytes + kv_head * p.head_bytes + slot * p.entry_bytes;
+  const int64_t scales =
+      block * p.scale_block_bytes + kv_head * p.scale_head_bytes + slot * p.scale_entry_bytes;
+  return {static_cast<uint32_t>(at / 16), static_cast<uint32_t>(scales / 8)};
+}
+
+// In shared memory an entry's key or value is a row of D bytes. Its pieces of 16 bytes are in an
+// order that spares bank conflicts: a piece lies where it would, xor this.
 template <int D>
 __device__ __forceinline__ uint32_t swizzle_int8(int row) {
   return (D == 64 ? row / 2 % 4 : row % 8) * 16;
 }
-// from: the address of chunk 0 or 1 of a row, swizzled. chunk: even.
+// The address of a piece and `chunk` more, an even number. from: that of piece 0 or 1 of its row.
 template <int D>
 __device__ __forceinline__ uint32_t chunk_from(uint32_t from, int chunk) {
   return (from ^ (chunk % 8 * 16)) + chunk / 8 * 128;
@@ -34,8 +45,8 @@ __device__ __forceinline__ uint32_t chunk_from(uint32_t from, int chunk) {
 
 // A warp's copies of the keys and values of 16 entries, and their pairs of scales.
 template <int D>
-__device__ __forceinline__ void fetch_int8(const AttendParams& p, const Int8Place* places, uint4* to,
-                                           uint4* to_scales) {
+__device__ __forceinline__ void fetch_int8(const AttendParams& p, const Int8Place* places,
+                                           uint4* to, uint4* to_scales) {
   constexpr int CHUNKS = D / 16;
   const int lane = threadIdx.x % 32, piece = lane % CHUNKS;
   const char* keys = p.keys + piece * 16;
@@ -57,8 +68,8 @@ __device__ __forceinline__ void fetch_int8(const AttendParams& p, const Int8Plac
 }
 
 // The even bytes of a word as a pair of float16, or the odd ones. As the mantissa of 1024 a byte
-// adds itself, unsigned: 128 is added before and taken away with the 1024. bias: BIAS in a register,
-// as an instruction takes one constant.
+// adds itself, unsigned: 128 is added before and taken away with the 1024. bias: BIAS in a
+// register, as an instruction takes one constant.
 constexpr uint32_t BIAS = 0x64806480u;
 
 template <bool ODD>
@@ -95,8 +106,8 @@ __device__ __forceinline__ uint4 query_to_float16(uint4 x, float& factor) {
   return x;
 }
 
-// Writes 8 channels of a query as keys are multiplied with them. to_even, to_odd: the 16 channels of
-// an even chunk and of the odd one behind it. odd: which of them `x` is.
+// Writes 8 channels of a query as keys are multiplied with them. to_even, to_odd: the 16 channels
+// of an even chunk and of the odd one behind it. odd: which of them `x` is.
 __device__ __forceinline__ void store_query_int8(uint4* to_even, uint4* to_odd, bool odd, uint4 x) {
   constexpr int EVEN = 0x5410, ODD = 0x7632;  // halves of two words
   reinterpret_cast<uint2*>(to_even)[odd] =
@@ -115,8 +126,8 @@ struct Int8Softmax {
   static constexpr float SLACK = 8.0f, MOST = 64.0f;
 
   float out[TILES][D / 16][4];
-  // Of heads lane % 4 * 2 and the next one in each tile: the maximum that weights are of, the sum of
-  // weights of this lane, and by what products with the queries are to be multiplied.
+  // Of heads lane % 4 * 2 and the next one in each tile: the maximum that weights are of, the sum
+  // of weights of this lane, and by what products with the queries are to be multiplied.
   float largest[TILES][2], sum[TILES][2], factors[TILES][2];
   float unit, inverse;  // of values' scales, a power of two
   uint32_t bias;

@@ -67,8 +67,8 @@ struct AttendParams {
   Queries queries;
   const char *keys, *values; // (blocks, G, block_size, D)
   int64_t block_bytes, head_bytes, entry_bytes;
-  // Of INT8: what an entry's numbers are multiplied by, (blocks, G, block_size, 2) float32, its key's
-  // and its value's. A value lies behind its key.
+  // Of INT8: what an entry's numbers are multiplied by, (blocks, G, block_size, 2) float32, its
+  // key's and its value's. A value lies behind its key.
   const char* key_scales;
   int64_t scale_block_bytes, scale_head_bytes, scale_entry_bytes;
   const int *indices, *counts;

@@ -238,7 +238,9 @@ def test_graph_of_all(overlap: bool, cache_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("share", [1, 4, 7])
 @pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize(
-    ("reduction", "cache_dtype"), [("max", BF16), ("max", INT8), ("sum", BF16), ("softmax", BF16)]
+    ("reduction", "cache_dtype"),
+    [("max", BF16), ("max", INT8), ("sum", BF16), ("softmax", BF16)],
+    ids=str,
 )
 def test_triton(
     head_dim: int, share: int, pages: bool, reduction: str, cache_dtype: torch.dtype

@@ -40,6 +40,8 @@ def store_in_triton(paged: PagedKV, key: Tensor, value: Tensor, slots: Tensor) -
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     count = slots.shape[0]
+    if not count:
+        return
     key_scales, value_scales = _scales(paged)
     triton_reshape_and_cache_flash_per_token_head_quant(
         key[:count],

@@ -345,7 +345,8 @@ def attend(
         overlap: see OVERLAP_ROWS; only behind ``select`` on the same stream.
         soft_cap: of the logits, above 0. sinks: (H,), float32 or the dtype of q. None without.
         key_scales, value_scales: (blocks, G, block_size) float32 of the same strides, what each
-            entry's numbers are multiplied by: of int8, and of no other dtype.
+            entry's numbers are multiplied by: of int8, and of no other dtype. Then keys and values
+            lie side by side, and so do their scales, as in ``PagedKV.of_int8``.
     """
     torch.ops.vllm_kvx.kvx_attend(
         q,
