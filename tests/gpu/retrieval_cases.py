@@ -100,9 +100,9 @@ def make_case(
         block, slot = at[entry // block_size].cuda(), (entry % block_size).cuda()
         data = torch.randn(length, kv_heads, 2 * head_dim, device="cuda")
         if paged.key_scales is not None and paged.value_scales is not None:
-            at, (key, value) = (block, slice(None), slot), data.chunk(2, dim=-1)
-            paged.keys[at], paged.key_scales[at] = quantized(key)
-            paged.values[at], paged.value_scales[at] = quantized(value)
+            places, (key, value) = (block, slice(None), slot), data.chunk(2, dim=-1)
+            paged.keys[places], paged.key_scales[places] = quantized(key)
+            paged.values[places], paged.value_scales[places] = quantized(value)
         else:
             stored = data.to(cache_dtype).view(torch.uint8)
             cache.view(torch.uint8)[block, :, slot] = stored

@@ -178,7 +178,8 @@ class LayerHooks:
     layers: the worker's with full attention, in order; by_number: the same, by their number among
     all. sliding: by name, the numbers of the decoder's other layers, if passes know of them;
     windows: their hooks, if tokens may be selected. work: for the prompts in the pass; None outside
-    of one with work. scratch_bytes: what a layer's work may take for a moment. is_bound: whether
+    of one with work. scratch_bytes: what a layer's work may take for a moment. kept: what has to
+    outlive vLLM's sleep. is_bound: whether
     vLLM has given the layers their caches; before, it runs them only to see how much memory they
     take.
     retrieval: of the server, if it retrieves; retrieval_pass: what the running pass retrieves.
@@ -202,6 +203,7 @@ class LayerHooks:
         self.dtype = dtype
         self.work: LayerWork | None = None
         self.scratch_bytes, self.is_bound = 0, False
+        self.kept: list[Tensor] = []
         self.retrieval: Retrieval | None = None
         self.retrieval_pass: RetrievalPass | None = None
         self.layers = [

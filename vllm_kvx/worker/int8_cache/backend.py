@@ -2,9 +2,10 @@
 
 vLLM's own for this dtype keeps the scales between the entries, where no kernel loads fast, and
 undoes a context's entries for every row of a prompt. Here scales are in the page's tail, behind the
-sidecar of retrieval (``PagedKV``). Steps that decode run vLLM's Triton kernel, which takes the
-strides of entries and scales, and CUDA graphs hold it. Prompts attend to what the entries stand
-for: ``prefill``. On a CPU, where nothing compiles, all rows do, in torch.
+sidecar of retrieval (``PagedKV``). Rows that decode run the operator that retrieval attends with,
+over all entries (``AllEntries``), and CUDA graphs hold it. Prompts attend to what the entries stand
+for: ``prefill``. In float32, which FlashAttention does not take, they run vLLM's Triton kernel,
+which takes the strides of entries and scales, and on a CPU, where nothing compiles, torch.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -32,6 +33,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_kvx.ops.int8.store import store
 from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.retrieval.all_entries import AllEntries
 from vllm_kvx.policy.cache_dtype import INT8
 from vllm_kvx.worker.int8_cache.pieces import NOTHING, SHORT, Plan, plan_of
 from vllm_kvx.worker.int8_cache.prefill import Softmax, attend_undone
@@ -102,7 +104,7 @@ class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
         common = common_attn_metadata
         stock = super().build(common_prefix_len, common, fast_build)
         of_stock = {each.name: getattr(stock, each.name) for each in fields(stock)}
-        if common.max_query_len <= self.short:
+        if common.max_query_len <= max(self.short, 1):
             return Int8Metadata(**of_stock)
         lens = common.seq_lens_cpu_upper_bound
         # Of prompts the bound is the length.
@@ -121,8 +123,11 @@ class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
 class Int8AttentionImpl(TritonAttentionImpl):
     """Attention of one layer.
 
-    sidecar_bytes: of each page, between its entries and its scales; set before there is a cache.
+    sidecar_bytes: of each page, between its entries and its scales; all_entries: how rows that
+    decode attend. Both are set before there is a cache.
     """
+
+    all_entries: AllEntries
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -177,7 +182,21 @@ class Int8AttentionImpl(TritonAttentionImpl):
         assert more == (None, None), "outputs of these layers are not quantized"
         metadata = cast(Int8Metadata, attn_metadata)
         plan = metadata.undone
-        if (beside := metadata.beside if plan.chunks else metadata) is not None:
+        if (beside := metadata.beside if plan.chunks else metadata) is None:
+            pass
+        elif beside.max_query_len == 1:
+            # A row for each request; a CUDA graph has some for none, which see nothing.
+            count = min(len(beside.seq_lens), len(query))
+            self.all_entries.attend(
+                query,
+                self.paged(kv_cache),
+                beside.block_table[:count],
+                beside.seq_lens[:count],
+                output,
+                scale=self.scale,
+                soft_cap=self.logits_soft_cap or None,
+            )
+        else:
             super().forward(layer, query, key, value, kv_cache, beside, output)
         softmax = Softmax(self.scale, self.logits_soft_cap)
         for chunk in plan.chunks:

@@ -1,4 +1,4 @@
-"""The memory that prompts take for a moment over entries in 8 bits."""
+"""The memory that attention over 8-bit entries takes: for prompts for a moment, else always."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
+from vllm_kvx.ops.retrieval.all_entries import AllEntries
+from vllm_kvx.ops.retrieval.retrieve import Scratch
 from vllm_kvx.worker.int8_cache.pieces import scratch_entries
 from vllm_kvx.worker.int8_cache.prefill import scratch_bytes
 
@@ -30,3 +32,18 @@ def room_of(layers: Sequence[Any], dtype: torch.dtype, config: VllmConfig) -> in
         dtype.itemsize,
         cuts=entries < longest,
     )
+
+
+def read_all(layers: Sequence[Any], scratch: Scratch, max_len: int) -> list[torch.Tensor]:
+    """Has layers with such entries read all of them by the operator of retrieval.
+
+    layers: vLLM's attention layers. scratch: that of retrieval. max_len: of a request.
+    Returns: what is written once, and has to outlive vLLM's sleep.
+    """
+    ours = [layer for layer in layers if hasattr(layer.impl, "sidecar_bytes")]
+    if not ours:
+        return []
+    every = AllEntries.of(scratch, max_len)
+    for layer in ours:
+        layer.impl.all_entries = every
+    return every.kept
