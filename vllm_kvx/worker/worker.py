@@ -23,6 +23,7 @@ from vllm_kvx.worker.draft_room import widen_compiled_range
 from vllm_kvx.worker.graph_sets import capture_sets
 from vllm_kvx.worker.handed_over import hand_over_entries
 from vllm_kvx.worker.int8_cache.room import room_of
+from vllm_kvx.worker.int8_cache.whole import read_by_ops
 from vllm_kvx.worker.model_state import PolicyHybridModelState, PolicyModelState
 from vllm_kvx.worker.prefill.lookahead import Draft, run_draft
 from vllm_kvx.worker.row_graphs import capture_row_graphs
@@ -91,7 +92,10 @@ class _PolicyWorking(_Base):
             )
         hooks = runner.model_state.hooks
         hooks.scratch_bytes += sum(hook.carried_bytes for hook in hooks.windows)
-        hooks.scratch_bytes += room_of([hook.layer for hook in hooks.layers], hooks.dtype, config)
+        attention_layers = [hook.layer for hook in hooks.layers]
+        hooks.scratch_bytes += room_of(attention_layers, hooks.dtype, config)
+        if runner.model_state.retrieval is not None:
+            read_by_ops(attention_layers, runner.model_state.retrieval.scratch, config)
         _keep_prompts_off_graphs(runner)
         capture_sets(runner, runner.model_state.retrieval, runner.model_state.waiting)
         if runner.model_state.retrieval is not None or not layout.keeps_prompts:

@@ -2,9 +2,10 @@
 
 vLLM's own for this dtype keeps the scales between the entries, where no kernel loads fast, and
 undoes a context's entries for every row of a prompt. Here scales are in the page's tail, behind the
-sidecar of retrieval (``PagedKV``). Steps that decode run vLLM's Triton kernel, which takes the
-strides of entries and scales, and CUDA graphs hold it. Prompts attend to what the entries stand
-for: ``prefill``. On a CPU, where nothing compiles, all rows do, in torch.
+sidecar of retrieval (``PagedKV``). Rows that decode attend by retrieval's operator (``whole``), or
+by vLLM's Triton kernel, which takes the strides of entries and scales; CUDA graphs hold either.
+Prompts attend to what the entries stand for: ``prefill``. On a CPU, where nothing compiles, all
+rows do, in torch.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -35,6 +36,7 @@ from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.policy.cache_dtype import INT8
 from vllm_kvx.worker.int8_cache.pieces import NOTHING, SHORT, Plan, plan_of
 from vllm_kvx.worker.int8_cache.prefill import Softmax, attend_undone
+from vllm_kvx.worker.int8_cache.whole import Whole, count_units
 
 # Of a power of two, as kernels take them.
 HEAD_DIMS = (32, 64, 128, 256)
@@ -46,10 +48,12 @@ NAME = "CUSTOM"
 class Int8Metadata(TritonAttentionMetadata):
     """Of one batch.
 
+    counts: what `Whole` reads.
     undone: what of it attends to undone entries. bounds: `Plan.bounds` on the device.
     beside: of the requests before those; None where all requests are.
     """
 
+    counts: Tensor | None = None
     undone: Plan = NOTHING
     bounds: Tensor | None = None
     beside: TritonAttentionMetadata | None = None
@@ -87,6 +91,10 @@ class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # At a fixed address, for CUDA graphs.
+        most = vllm_config.scheduler_config.max_num_seqs
+        size = most, kv_cache_spec.num_kv_heads
+        self._counts = torch.zeros(size, dtype=torch.int32, device=device)
         self.short = SHORT
         if device.type == "cpu":
             self.short = 0
@@ -102,6 +110,9 @@ class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
         common = common_attn_metadata
         stock = super().build(common_prefix_len, common, fast_build)
         of_stock = {each.name: getattr(stock, each.name) for each in fields(stock)}
+        if common.num_reqs <= len(self._counts):
+            count_units(stock.seq_lens[: common.num_reqs], self._counts)
+            of_stock["counts"] = self._counts
         if common.max_query_len <= self.short:
             return Int8Metadata(**of_stock)
         lens = common.seq_lens_cpu_upper_bound
@@ -122,11 +133,13 @@ class Int8AttentionImpl(TritonAttentionImpl):
     """Attention of one layer.
 
     sidecar_bytes: of each page, between its entries and its scales; set before there is a cache.
+    whole: what reads whole contexts for rows that decode; None leaves that to vLLM's kernel.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sidecar_bytes = 0
+        self.whole: Whole | None = None
         self._seen: tuple[Tensor, PagedKV] | None = None
         self._version: int | None = None
         if not current_platform.is_cpu():
@@ -178,7 +191,7 @@ class Int8AttentionImpl(TritonAttentionImpl):
         metadata = cast(Int8Metadata, attn_metadata)
         plan = metadata.undone
         if (beside := metadata.beside if plan.chunks else metadata) is not None:
-            super().forward(layer, query, key, value, kv_cache, beside, output)
+            self._read_as_stored(layer, query, kv_cache, cast(Int8Metadata, beside), output)
         softmax = Softmax(self.scale, self.logits_soft_cap)
         for chunk in plan.chunks:
             assert metadata.bounds is not None
@@ -193,6 +206,25 @@ class Int8AttentionImpl(TritonAttentionImpl):
                 self._version,
             )
         return output
+
+    def _read_as_stored(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, metadata: Int8Metadata, output: Tensor
+    ) -> None:
+        lens = metadata.seq_lens[: metadata.query_start_loc.shape[0] - 1]
+        one_each = metadata.max_query_len == 1 and metadata.num_actual_tokens == len(lens)
+        if self.whole is None or metadata.counts is None or not one_each:
+            super().forward(layer, query, query, query, kv_cache, metadata, output)
+            return
+        self.whole.attend(
+            query,
+            self.paged(kv_cache),
+            metadata.block_table,
+            lens,
+            metadata.counts,
+            output,
+            self.scale,
+            self.logits_soft_cap or None,
+        )
 
 
 class Int8AttentionBackend(TritonAttentionBackend):
