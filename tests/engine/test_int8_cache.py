@@ -16,8 +16,8 @@ from reference.masked import storing
 from support import cpu_fp8, inside
 from support.engine import Answer, running
 from support.expected import FULL, Policy, Read, expect, load, named
-from support.int8 import NAME, rounded
-from support.nightly import nightly
+from support.int8 import NAME, read_by_kernels, rounded
+from support.nightly import by_day, nightly
 from support.parity import ask, assert_close, in_turn, room_for
 from support.prompts import prompt_of, prompts_of
 from torch import Tensor
@@ -65,11 +65,16 @@ def assert_near(
         assert differs.median() > 1e-3, (name, differs)
 
 
-def test_chunks_prefixes_and_what_is_cut_off(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", by_day([False, True], {0}), ids=["torch", "kernels"])
+def test_chunks_prefixes_and_what_is_cut_off(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kernels: bool
+) -> None:
     """Prompts in chunks beside each other, alone, and again after a hit; others are aborted.
 
-    Contexts of more than 96 entries are read in slices.
+    Contexts of more than 96 entries are read in slices. kernels: of rows that decode.
     """
+    if kernels:
+        read_by_kernels(monkeypatch)
     monkeypatch.setattr(pieces, "SLICE", 96)
     policies: list[Policy] = [FULL, Read(READ)]
     lengths = (2, 33, 64, 95, 300, 161, 257, 193)

@@ -16,12 +16,15 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
+from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.int8.layout import scale_bytes, scales_offset
 from vllm_kvx.ops.paged import PagedKV
+from vllm_kvx.ops.retrieval.all_entries import AllEntries
+from vllm_kvx.ops.retrieval.retrieve import Scratch
 from vllm_kvx.worker.int8_cache import backend, pieces
 
 BLOCK, BLOCKS, HEADS, KV_HEADS, DIM, SIDECAR = 32, 12, 4, 2, 32, 512
-LENS, ROWS = [40, 70, 33, 100], [1, 2, 20, 9]
+LENS = [40, 70, 33, 100]
 
 
 @pytest.fixture
@@ -36,7 +39,24 @@ def cache() -> Tensor:
     return torch.as_strided(raw, shape, strides)
 
 
-def test_rows_beside_a_chunk(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def by_ops() -> AllEntries:
+    scratch = Scratch.of(
+        INDEXES["one_bit"], HEADS, KV_HEADS, DIM, 6, 64, 64, 1, "max", torch.device("cpu"), "triton"
+    )
+    return AllEntries.of(scratch, 160)
+
+
+@pytest.mark.parametrize(
+    ("rows", "short"),
+    [([1, 2, 20, 9], 8), ([1, 1, 20, 9], 1), ([1, 1, 1, 1], 1)],
+    ids=["vllm", "ops", "ops alone"],
+)
+def test_rows_beside_a_chunk(
+    config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: list[int],
+    short: int,
+) -> None:
     """Two requests of few rows are read as stored, one of 20 is undone, and one in slices."""
     monkeypatch.setattr(pieces, "SLICE", 32)
     generator = torch.Generator().manual_seed(0)
@@ -52,15 +72,15 @@ def test_rows_beside_a_chunk(config: Any, monkeypatch: pytest.MonkeyPatch) -> No
             HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, "int8_per_token_head"
         )
         builder = backend.Int8MetadataBuilder(spec, [], config, torch.device("cpu"))
-    builder.short = 8  # A CPU has all undone.
-    impl.sidecar_bytes = SIDECAR
+    builder.short = short  # A CPU has all undone.
+    impl.sidecar_bytes, impl.all_entries = SIDECAR, by_ops()
     kv_cache, layer = cache(), SimpleNamespace()
     table = torch.randperm(BLOCKS, generator=generator)[: 4 * 4 - 4].int()
     tables = torch.zeros(4, 4, dtype=torch.int32)
     for request, first in enumerate((0, 2, 5, 7)):
         used = -(-LENS[request] // BLOCK)
         tables[request, :used] = table[first : first + used]
-    starts = torch.tensor([0, *ROWS]).cumsum(0).int()
+    starts = torch.tensor([0, *rows]).cumsum(0).int()
     # What was there before, and then the step's own entries, of which the last is padding.
     every = [torch.randn(n, 2, KV_HEADS, DIM, generator=generator) for n in LENS]
     slots = [
@@ -69,8 +89,7 @@ def test_rows_beside_a_chunk(config: Any, monkeypatch: pytest.MonkeyPatch) -> No
     ]
     for own in (False, True):
         parts = [
-            slice(n - rows, n) if own else slice(0, n - rows)
-            for n, rows in zip(LENS, ROWS, strict=True)
+            slice(n - m, n) if own else slice(0, n - m) for n, m in zip(LENS, rows, strict=True)
         ]
         entries = torch.cat([each[part] for each, part in zip(every, parts, strict=True)])
         where = torch.cat([each[part] for each, part in zip(slots, parts, strict=True)])
@@ -85,16 +104,17 @@ def test_rows_beside_a_chunk(config: Any, monkeypatch: pytest.MonkeyPatch) -> No
             seq_lens=torch.tensor(LENS, dtype=torch.int32),
             seq_lens_cpu_upper_bound=torch.tensor(LENS, dtype=torch.int32),
             num_reqs=4,
-            num_actual_tokens=sum(ROWS),
-            max_query_len=max(ROWS),
+            num_actual_tokens=sum(rows),
+            max_query_len=max(rows),
             max_seq_len=max(LENS),
             block_table_tensor=tables,
             slot_mapping=where,
         ),
     )
-    assert metadata.undone.num_requests == 2 and len(metadata.undone.chunks) == 2
-    assert [len(chunk.pieces) for chunk in metadata.undone.chunks] == [1, 3]
-    query = torch.randn(sum(ROWS) + 1, HEADS, DIM, generator=generator)
+    assert [len(chunk.pieces) for chunk in metadata.undone.chunks] == [1, 3][
+        : 2 * (max(rows) > short)
+    ]
+    query = torch.randn(sum(rows) + 1, HEADS, DIM, generator=generator)
     out = torch.full_like(query, torch.nan)
     # With another block table, as groups of one stage are given.
     moved = builder.update_block_table(metadata, tables.clone(), where)

@@ -113,7 +113,7 @@ def choosing_usable(layout: Layout) -> Iterator[None]:
 
 
 def _is_ours(backend: Any) -> bool:
-    return bool(backend.__module__ == _INT8_BACKEND)
+    return getattr(backend, "__module__", None) == _INT8_BACKEND
 
 
 def _for_int8(config: Any) -> str:
