@@ -5,6 +5,7 @@
 // the same order.
 #pragma once
 
+#include "int8.cuh"
 #include "launch.cuh"
 #include "params.h"
 #include "softmax.cuh"
@@ -14,21 +15,28 @@ namespace kvx {
 constexpr int PANEL = 512;        // entries whose addresses are looked up at a time
 constexpr int MAX_SPLITS = 128;   // whose weights fit where the addresses were
 
-// WIDE: more than 8 query heads. FLOAT8: of the cache.
-template <int D, bool WIDE, bool FLOAT8, int OF_WARPS = D == 256 ? 2 : 4>
+// What the cache holds.
+enum class Cache { LIKE_QUERIES, FLOAT8, INT8 };
+
+// WIDE: more than 8 query heads.
+template <int D, bool WIDE, Cache CACHE, int OF_WARPS = D == 256 ? 2 : 4>
 struct AttendShape {
+  static constexpr bool FLOAT8 = CACHE == Cache::FLOAT8, INT8 = CACHE == Cache::INT8;
   static constexpr int WARPS = OF_WARPS;
   static constexpr int THREADS = WARPS * 32;
-  static constexpr int STAGES = 2;
+  static constexpr int STAGES = INT8 ? 3 : 2;          // of half the bytes
   static constexpr int ROWS = WIDE ? 16 : 8;           // of query heads
   static constexpr int ROW_CHUNKS = D / 8;             // of 16 bytes, for 16-bit elements
-  static constexpr int CACHE_CHUNKS = FLOAT8 ? D / 16 : D / 8;
+  static constexpr int CACHE_CHUNKS = FLOAT8 || INT8 ? D / 16 : D / 8;
   static constexpr int TILE = CHUNK * ROW_CHUNKS;      // keys or values, as they are multiplied
   static constexpr int STAGE = 2 * CHUNK * CACHE_CHUNKS;
-  static constexpr int WARP_CHUNKS = STAGES * STAGE + (FLOAT8 ? 2 * TILE : 0);
+  static constexpr int SCALES = INT8 ? CHUNK * 8 / 16 : 0;  // of a stage, behind all stages
+  static constexpr int WARP_CHUNKS = STAGES * (STAGE + SCALES) + (FLOAT8 ? 2 * TILE : 0);
+  using Place = std::conditional_t<INT8, Int8Place, int64_t>;
   static constexpr int QUERY_CHUNKS = 16 * ROW_CHUNKS;
   static constexpr int SHARED_BYTES =
       (WARPS * WARP_CHUNKS + QUERY_CHUNKS) * 16 + PANEL * 8 + 2 * WARPS * 16 * 4 + 16;
+  static_assert(WARP_CHUNKS % 8 == 0, "rows of 8-bit integers begin at multiples of 128 bytes");
   static_assert(WARP_CHUNKS * 16 >= ROWS * D * 4, "a warp's sums go where its entries were");
   static_assert(MAX_SPLITS * ROWS * 4 <= WARPS * WARP_CHUNKS * 16, "weights likewise");
 };
@@ -107,7 +115,7 @@ __device__ __forceinline__ void merge(const AttendParams& p, int64_t pair, int t
 
 // A warp's copies of the keys and values of 16 entries; offsets: of these, below 0 for those that
 // do not count.
-template <typename Shape, bool FLOAT8>
+template <typename Shape>
 __device__ __forceinline__ void fetch_entries(const AttendParams& p, const int64_t* offsets,
                                               uint4* to) {
 #pragma unroll
@@ -115,7 +123,7 @@ __device__ __forceinline__ void fetch_entries(const AttendParams& p, const int64
     const int entry = i / Shape::CACHE_CHUNKS, piece = i % Shape::CACHE_CHUNKS;
     const int64_t offset = offsets[entry];
     const int64_t from = max(offset, static_cast<int64_t>(0)) + piece * 16;
-    const int at = FLOAT8 ? i : entry * Shape::CACHE_CHUNKS + swizzled(entry, piece);
+    const int at = Shape::FLOAT8 ? i : entry * Shape::CACHE_CHUNKS + swizzled(entry, piece);
     copy_async_or_zero(to + at, p.keys + from, offset >= 0);
     copy_async_or_zero(to + CHUNK * Shape::CACHE_CHUNKS + at, p.values + from, offset >= 0);
   }
@@ -167,10 +175,11 @@ __device__ __forceinline__ void write_part(const AttendParams& p, int64_t pair, 
   }
 }
 
-template <typename T, int D, bool WIDE, bool FLOAT8, bool CAPPED>
-__global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
+template <typename T, int D, bool WIDE, Cache CACHE, bool CAPPED>
+__global__ void __launch_bounds__(AttendShape<D, WIDE, CACHE>::THREADS)
     attend_kernel(const AttendParams p) {
-  using Shape = AttendShape<D, WIDE, FLOAT8>;
+  using Shape = AttendShape<D, WIDE, CACHE>;
+  constexpr bool FLOAT8 = Shape::FLOAT8, INT8 = Shape::INT8;
   constexpr int WARPS = Shape::WARPS, THREADS = Shape::THREADS;
   const int split = blockIdx.x, kv_head = blockIdx.y, row = blockIdx.z;
   const int64_t pair = static_cast<int64_t>(row) * gridDim.y + kv_head;
@@ -235,17 +244,24 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
   uint4* shared = reinterpret_cast<uint4*>(dynamic_shared());
   uint4* stages = shared + warp * Shape::WARP_CHUNKS;
   uint4* queries = shared + WARPS * Shape::WARP_CHUNKS;
-  int64_t* offsets = reinterpret_cast<int64_t*>(queries + Shape::QUERY_CHUNKS);
-  float* largest = reinterpret_cast<float*>(offsets + PANEL);
+  using Place = typename Shape::Place;
+  Place* places = reinterpret_cast<Place*>(queries + Shape::QUERY_CHUNKS);
+  float* largest = reinterpret_cast<float*>(places + PANEL);
   float* sums = largest + WARPS * 16;
   int* last = reinterpret_cast<int*>(sums + WARPS * 16);
 
   const int* table = p.rows.block_table + request * p.rows.block_table_stride;
   auto fetch = [&](int chunk, int stage) {
-    fetch_entries<Shape, FLOAT8>(p, offsets + chunk * CHUNK, stages + stage * Shape::STAGE);
+    uint4* to = stages + stage * Shape::STAGE;
+    if constexpr (INT8) {
+      uint4* scales = stages + Shape::STAGES * Shape::STAGE + stage * Shape::SCALES;
+      fetch_int8<D>(p, places + chunk * CHUNK, to, scales);
+    } else {
+      fetch_entries<Shape>(p, places + chunk * CHUNK, to);
+    }
   };
 
-  Softmax<T, D, WIDE, CAPPED> softmax;
+  std::conditional_t<INT8, Int8Softmax<D, WIDE, CAPPED>, Softmax<T, D, WIDE, CAPPED>> softmax;
   softmax.reset();
   for (int panel = begin; panel < end; panel += PANEL / CHUNK) {
     const int count = min(PANEL / CHUNK, end - panel);
@@ -254,40 +270,66 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
     for (int k = 0; k < AHEAD; ++k) {
       const int i = k * THREADS + threadIdx.x, listed = panel * CHUNK + i;
       if (i >= count * CHUNK) break;
-      int64_t offset = -1;
+      int entry = len;
       if (listed < entries) {
         const int unit = panel == begin ? units[k] : indices[listed / p.unit_tokens];
-        const int entry = unit * p.unit_tokens + listed % p.unit_tokens;
-        if (entry < len) offset = offset_of(p, table, kv_head, entry);
+        entry = unit * p.unit_tokens + listed % p.unit_tokens;
       }
-      offsets[i] = offset;
+      if constexpr (INT8) {
+        places[i] = entry < len ? int8_place_of(p, table, kv_head, entry) : Int8Place{0, NO_SCALES};
+      } else {
+        places[i] = entry < len ? offset_of(p, table, kv_head, entry) : -1;
+      }
     }
     if (panel == begin) {
 #pragma unroll
       for (int k = 0; k < QUERY_LOADS; ++k) {
         const int i = k * THREADS + threadIdx.x;
         const int head = i / Shape::ROW_CHUNKS, chunk = i % Shape::ROW_CHUNKS;
-        queries[head * Shape::ROW_CHUNKS + swizzled(head, chunk)] = query_chunks[k];
+        uint4* of_head = queries + head * Shape::ROW_CHUNKS;
+        if constexpr (INT8) {
+          float factor;
+          const uint4 x = query_to_float16<T, D>(query_chunks[k], factor);
+          store_query_int8(of_head + swizzled(head, chunk & ~1),
+                           of_head + swizzled(head, chunk | 1), chunk & 1, x);
+          if (chunk == 0) largest[head] = factor;  // where none is yet
+        } else {
+          of_head[swizzled(head, chunk)] = query_chunks[k];
+        }
       }
     }
     __syncthreads();
-    if (warp < count) fetch(warp, 0);
-    copy_commit();
-    for (int chunk = warp, stage = 0; chunk < count; chunk += WARPS, stage ^= 1) {
-      if (chunk + WARPS < count) fetch(chunk + WARPS, stage ^ 1);
+    constexpr int AT_ONCE = Shape::STAGES - 1;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (warp + i * WARPS < count) fetch(warp + i * WARPS, i);
       copy_commit();
-      copy_wait<1>();
+    }
+    if constexpr (INT8) {
+      if (panel == begin) softmax.start(queries, largest, p.score_scale);
+    }
+    auto after = [](int stage) { return stage == AT_ONCE ? 0 : stage + 1; };
+    for (int chunk = warp, stage = 0; chunk < count; chunk += WARPS, stage = after(stage)) {
+      const int next = chunk + AT_ONCE * WARPS;
+      if (next < count) fetch(next, stage ? stage - 1 : AT_ONCE);
+      copy_commit();
+      copy_wait<AT_ONCE>();
       __syncwarp();
       const uint4* keys = stages + stage * Shape::STAGE;
-      const uint4* values = keys + CHUNK * Shape::CACHE_CHUNKS;
-      if constexpr (FLOAT8) {
-        uint4* wide = stages + Shape::STAGES * Shape::STAGE;
-        widen<T, D>(keys, wide, p.cache_dtype == Dtype::FLOAT8_E5M2);
-        widen<T, D>(values, wide + Shape::TILE, p.cache_dtype == Dtype::FLOAT8_E5M2);
-        keys = wide, values = wide + Shape::TILE;
-        __syncwarp();
+      if constexpr (INT8) {
+        const uint4* scales = stages + Shape::STAGES * Shape::STAGE + stage * Shape::SCALES;
+        softmax.add(queries, keys, scales, p.soft_cap);
+      } else {
+        const uint4* values = keys + CHUNK * Shape::CACHE_CHUNKS;
+        if constexpr (FLOAT8) {
+          uint4* wide = stages + Shape::STAGES * Shape::STAGE;
+          widen<T, D>(keys, wide, p.cache_dtype == Dtype::FLOAT8_E5M2);
+          widen<T, D>(values, wide + Shape::TILE, p.cache_dtype == Dtype::FLOAT8_E5M2);
+          keys = wide, values = wide + Shape::TILE;
+          __syncwarp();
+        }
+        softmax.add(queries, keys, values, places + chunk * CHUNK, p.score_scale, p.soft_cap);
       }
-      softmax.add(queries, keys, values, offsets + chunk * CHUNK, p.score_scale, p.soft_cap);
       __syncwarp();
     }
   }
@@ -314,29 +356,34 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, FLOAT8>::THREADS)
   merge<T, D, WARPS>(p, pair, token, kv_head, splits, reinterpret_cast<float*>(shared));
 }
 
-template <typename T, int D, bool WIDE, bool FLOAT8, bool CAPPED>
+template <typename T, int D, bool WIDE, Cache CACHE, bool CAPPED>
 void launch_capped(const AttendParams& p, cudaStream_t stream) {
-  using Shape = AttendShape<D, WIDE, FLOAT8>;
+  using Shape = AttendShape<D, WIDE, CACHE>;
   const dim3 grid(p.splits, p.queries.num_kv_heads, p.rows.count);
-  launch<AttendParams, attend_kernel<T, D, WIDE, FLOAT8, CAPPED>>(
+  launch<AttendParams, attend_kernel<T, D, WIDE, CACHE, CAPPED>>(
       grid, Shape::THREADS, Shape::SHARED_BYTES, 1, stream, p, p.overlap);
 }
 
-template <typename T, int D, bool WIDE, bool FLOAT8>
+template <typename T, int D, Cache CACHE>
 void launch_attend(const AttendParams& p, cudaStream_t stream) {
-  p.soft_cap > 0.0f ? launch_capped<T, D, WIDE, FLOAT8, true>(p, stream)
-                    : launch_capped<T, D, WIDE, FLOAT8, false>(p, stream);
+  const bool capped = p.soft_cap > 0.0f;
+  if (p.queries.heads > 8) {
+    capped ? launch_capped<T, D, true, CACHE, true>(p, stream)
+           : launch_capped<T, D, true, CACHE, false>(p, stream);
+  } else {
+    capped ? launch_capped<T, D, false, CACHE, true>(p, stream)
+           : launch_capped<T, D, false, CACHE, false>(p, stream);
+  }
 }
 
 template <typename T, int D>
 void attend_type(const AttendParams& p, cudaStream_t stream) {
-  const bool wide = p.queries.heads > 8;
   if (p.cache_dtype == p.queries.dtype) {
-    wide ? launch_attend<T, D, true, false>(p, stream)
-         : launch_attend<T, D, false, false>(p, stream);
+    launch_attend<T, D, Cache::LIKE_QUERIES>(p, stream);
+  } else if (p.cache_dtype == Dtype::INT8) {
+    launch_attend<T, D, Cache::INT8>(p, stream);
   } else {
-    wide ? launch_attend<T, D, true, true>(p, stream)
-         : launch_attend<T, D, false, true>(p, stream);
+    launch_attend<T, D, Cache::FLOAT8>(p, stream);
   }
 }
 

@@ -143,6 +143,39 @@ void kvx_select(const Tensor& scores, const Tensor& histogram, const Tensor& len
   kvx::select(p, launch.stream);
 }
 
+// The scales that 8-bit integers have, and no other entries.
+void set_scales(kvx::AttendParams& p, const Tensor& keys, const Tensor& values,
+                const std::optional<Tensor>& key_scales,
+                const std::optional<Tensor>& value_scales) {
+  const bool int8 = p.cache_dtype == Dtype::INT8;
+  STD_TORCH_CHECK(key_scales.has_value() == int8 && value_scales.has_value() == int8,
+                  "keys and values of int8 must have scales, and others none");
+  if (!int8) return;
+  check(*key_scales, "key_scales", 3, ScalarType::Float, false);
+  check(*value_scales, "value_scales", 3, ScalarType::Float, false);
+  for (int64_t i = 0; i < 3; ++i) {
+    STD_TORCH_CHECK(key_scales->size(i) == keys.size(i) && value_scales->size(i) == keys.size(i),
+                    "scales must be (blocks, G, block_size)");
+    STD_TORCH_CHECK(keys.size(i) == 1 || key_scales->stride(i) == value_scales->stride(i),
+                    "value_scales must be like key_scales");
+  }
+  const int64_t dim = keys.size(3);
+  STD_TORCH_CHECK(data<char>(values) == data<char>(keys) + dim &&
+                      data<float>(*value_scales) == data<float>(*key_scales) + 1,
+                  "values of int8 must lie behind their keys, and so must their scales");
+  p.key_scales = data<char>(*key_scales);
+  p.scale_block_bytes = byte_stride(*key_scales, 0);
+  p.scale_head_bytes = byte_stride(*key_scales, 1);
+  p.scale_entry_bytes = byte_stride(*key_scales, 2);
+  bool aligned = reinterpret_cast<uintptr_t>(p.key_scales) % 8 == 0;
+  for (int64_t i = 0; i < 3; ++i) {
+    aligned = aligned && (keys.size(i) == 1 || byte_stride(*key_scales, i) % 8 == 0);
+  }
+  STD_TORCH_CHECK(aligned, "pairs of scales are not aligned to 8 bytes");
+  STD_TORCH_CHECK(keys.size(0) * byte_stride(keys, 0) < int64_t{8} << 32,
+                  "a layer's cache of int8 must be less than 32 GiB");
+}
+
 // What operators take that attend.
 kvx::AttendParams attend_params(const Tensor& q, const Tensor& keys, const Tensor& values,
                                 const Tensor& block_table, const Tensor& tokens,
@@ -150,7 +183,9 @@ kvx::AttendParams attend_params(const Tensor& q, const Tensor& keys, const Tenso
                                 const Tensor& partial_out, const Tensor& partial_lse,
                                 const Tensor& out, double scale, double key_scale,
                                 double value_scale, int64_t splits, double soft_cap,
-                                const std::optional<Tensor>& sinks) {
+                                const std::optional<Tensor>& sinks,
+                                const std::optional<Tensor>& key_scales,
+                                const std::optional<Tensor>& value_scales) {
   STD_TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && keys.is_cuda() && values.is_cuda(),
                   "keys and values must be (blocks, G, block_size, D) on a GPU");
   kvx::AttendParams p = {};
@@ -158,7 +193,7 @@ kvx::AttendParams attend_params(const Tensor& q, const Tensor& keys, const Tenso
   p.rows = rows_of(block_table, tokens, requests, lens, keys.size(2));
   p.cache_dtype = dtype_of(keys, "keys (uint8 must be viewed as its float8 dtype)", true);
   STD_TORCH_CHECK(p.cache_dtype == p.queries.dtype || keys.element_size() == 1,
-                  "keys must have the dtype of q, or float8");
+                  "keys must have the dtype of q, or 8 bits");
   STD_TORCH_CHECK(values.scalar_type() == keys.scalar_type(), "values must be like keys");
   for (int64_t i = 0; i < 4; ++i) {
     STD_TORCH_CHECK(values.size(i) == keys.size(i) &&
@@ -210,6 +245,7 @@ kvx::AttendParams attend_params(const Tensor& q, const Tensor& keys, const Tenso
   }
   p.value_scale = static_cast<float>(value_scale);
   p.splits = static_cast<int>(splits);
+  set_scales(p, keys, values, key_scales, value_scales);
   return p;
 }
 
@@ -219,10 +255,13 @@ void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
                 const Tensor& partial_out, const Tensor& partial_lse, const Tensor& tickets,
                 const Tensor& out, double scale, double key_scale, double value_scale,
                 int64_t unit_tokens, int64_t splits, int64_t programs, bool overlap,
-                double soft_cap, const std::optional<Tensor>& sinks) {
+                double soft_cap, const std::optional<Tensor>& sinks,
+                const std::optional<Tensor>& key_scales,
+                const std::optional<Tensor>& value_scales) {
   kvx::AttendParams p =
       attend_params(q, keys, values, block_table, tokens, requests, lens, partial_out, partial_lse,
-                    out, scale, key_scale, value_scale, splits, soft_cap, sinks);
+                    out, scale, key_scale, value_scale, splits, soft_cap, sinks, key_scales,
+                    value_scales);
   check(indices, "indices", 3, ScalarType::Int);
   check(counts, "counts", 2, ScalarType::Int);
   check(tickets, "tickets", 2, ScalarType::Int);
@@ -255,7 +294,8 @@ void kvx_fused(const Tensor& q, const Tensor& codes, const Tensor& scales, const
   p.score = one_bit_params(q, codes, scales, block_table, tokens, requests, lens, group, 0,
                            programs);
   p.attend = attend_params(q, keys, values, block_table, tokens, requests, lens, partial_out,
-                           partial_lse, out, scale, key_scale, value_scale, splits, 0, sinks);
+                           partial_lse, out, scale, key_scale, value_scale, splits, 0, sinks,
+                           std::nullopt, std::nullopt);
   check(budgets, "budgets", 1, ScalarType::Int);
   check(state, "state", 2, ScalarType::Int);
   check_aligned(state, "state", 1);
@@ -309,7 +349,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_kvx, library) {
       "Tensor requests, Tensor lens, Tensor indices, Tensor counts, Tensor(a!) partial_out, "
       "Tensor(b!) partial_lse, Tensor(c!) tickets, Tensor(d!) out, float scale, float key_scale, "
       "float value_scale, int unit_tokens, int splits, int programs, bool overlap, "
-      "float soft_cap, Tensor? sinks) -> ()");
+      "float soft_cap, Tensor? sinks, Tensor? key_scales, Tensor? value_scales) -> ()");
   library.def(
       "kvx_fused(Tensor q, Tensor codes, Tensor scales, Tensor keys, Tensor values, "
       "Tensor block_table, Tensor tokens, Tensor requests, Tensor lens, Tensor budgets, "

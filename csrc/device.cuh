@@ -46,6 +46,14 @@ __device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, b
                : "memory");
 }
 
+// The same of 8 bytes.
+__device__ __forceinline__ void copy_async_8_or_zero(void* to, const void* from, bool valid) {
+  const int bytes = valid ? 8 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void copy_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -156,18 +164,31 @@ __device__ __forceinline__ void accumulate_tiles(float (&c)[4], const uint32_t (
 }
 
 // 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+  load_matrices(r, shared_address(row));
+}
 
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+  load_matrices_transposed(r, shared_address(row));
+}
+
+// An 8 x 8 matrix of 16-bit elements as fragments of products hold it, transposed.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
+  uint32_t result;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(x));
+  return result;
 }
 
 // Thread block clusters: Hopper and later. Elsewhere they are never launched.

@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
       uint4* to = entries;
 #pragma unroll 1
       for (int chunk = first; chunk < last; chunk += WARPS, to += Attend::STAGE) {
-        fetch_entries<Attend, false>(p.attend, offsets + chunk * CHUNK, to);
+        fetch_entries<Attend>(p.attend, offsets + chunk * CHUNK, to);
       }
       copy_commit();
       copy_wait<0>();

@@ -24,7 +24,7 @@ template <int D, int HEADS>
 struct FusedShape {
   using Score = ScoreShape<D, 1, HEADS>;
   static constexpr int WARPS = Score::WARPS, THREADS = Score::THREADS;
-  using Attend = AttendShape<D, false, false, WARPS>;
+  using Attend = AttendShape<D, false, Cache::LIKE_QUERIES, WARPS>;
   static_assert(Score::THREADS == Attend::THREADS);
   static_assert(WARPS * Score::STAGES * Score::STAGE_CHUNKS * 16 >= FUSED_LISTED * 8,
                 "the list goes where codes were, before the counts");

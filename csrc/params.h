@@ -10,7 +10,7 @@
 
 namespace kvx {
 
-enum class Dtype { FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 };
+enum class Dtype { FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, INT8 };
 
 // What a row is.
 struct Rows {
@@ -67,6 +67,10 @@ struct AttendParams {
   Queries queries;
   const char *keys, *values; // (blocks, G, block_size, D)
   int64_t block_bytes, head_bytes, entry_bytes;
+  // Of INT8: what an entry's numbers are multiplied by, (blocks, G, block_size, 2) float32, its
+  // key's and its value's. A value lies behind its key.
+  const char* key_scales;
+  int64_t scale_block_bytes, scale_head_bytes, scale_entry_bytes;
   const int *indices, *counts;
   int max_units, unit_tokens;
   float* partial_out;        // (R, H, splits, D)

@@ -57,15 +57,18 @@ inline int64_t byte_stride(const Tensor& tensor, int64_t dim) {
   return tensor.stride(dim) * static_cast<int64_t>(tensor.element_size());
 }
 
-inline Dtype dtype_of(const Tensor& tensor, const char* name, bool may_be_float8) {
+inline Dtype dtype_of(const Tensor& tensor, const char* name, bool may_be_8_bits) {
   switch (tensor.scalar_type()) {
     case ScalarType::Half: return Dtype::FLOAT16;
     case ScalarType::BFloat16: return Dtype::BFLOAT16;
     case ScalarType::Float8_e4m3fn:
-      if (may_be_float8) return Dtype::FLOAT8_E4M3;
+      if (may_be_8_bits) return Dtype::FLOAT8_E4M3;
       break;
     case ScalarType::Float8_e5m2:
-      if (may_be_float8) return Dtype::FLOAT8_E5M2;
+      if (may_be_8_bits) return Dtype::FLOAT8_E5M2;
+      break;
+    case ScalarType::Char:
+      if (may_be_8_bits) return Dtype::INT8;
       break;
     default: break;
   }

@@ -39,6 +39,7 @@ SMOKE=(
     "$ENGINES/test_fier_cache.py::test_prefixes"
     "$ENGINES/test_full_is_stock.py::test_server_of_full_alone_is_stock"
     "$ENGINES/test_skipped_layers.py::test_preempted"
+    "$ENGINES/test_int8_cache.py::test_preempted_with_layers_that_skip"
     "$ENGINES/test_prefill_cadence.py"
     "$ENGINES/test_warm_up.py"
 )

@@ -47,7 +47,7 @@ RULES = {
         "a model runs passes and knows no policy; the worker tells it what to run",
     ),
     "cache": Rule(
-        ("policy", "indexes", "ops.paged", "config"),
+        ("policy", "indexes", "ops.paged", "ops.int8.layout", "config"),
         "the scheduler counts blocks; an index says how many bytes of a page are its own",
     ),
     "worker": Rule(

@@ -199,10 +199,10 @@ def derive(results: dict[str, Any], shape: Shape) -> None:
     of_all = settings.get("kv_cache_dtype")
     baseline = baseline_of(results["engines"]) or STOCK
     stock = results["engines"].get(baseline, {})
-    stock_bytes = entry_bytes(split_name(baseline)[1] or of_all, model_bytes)
+    stock_bytes = entry_bytes(split_name(baseline)[1] or of_all, model_bytes, shape.head_dim)
     for name, engine in results["engines"].items():
         policy, dtype = split_name(name)
-        kv_bytes = entry_bytes(dtype or of_all, model_bytes)
+        kv_bytes = entry_bytes(dtype or of_all, model_bytes, shape.head_dim)
         pool, stock_pool = engine.get("pool"), stock.get("pool")
         if pool and stock_pool:
             ratio, ideal = pool["tokens"] / stock_pool["tokens"], pool_ratio(shape, policy)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops.int8_pages import quantized, undone
 from benchmarks.ops.retrieval_layer import DEVICE, GROUP, Heads
 from vllm_kvx.equations.retrieval import quantize_keys, reduce_heads, token_scores
+from vllm_kvx.ops.int8.numbers import quantized, undone
 
 # Standard deviation of the logits: attention to everything, and to few entries.
 SPREADS = (1.0, 4.0)

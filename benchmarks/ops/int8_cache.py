@@ -12,8 +12,8 @@ and KV head, in two layouts, beside FIER's 1-bit keys (``int8_pages``).
   share the undoing of a long context among few queries. vLLM's Triton attention needs none. `lost`
   is the share of time lost to FlashAttention 3 over pages of 16 bits: the median over turns in
   which every way runs once. `ideal_ms` is that one's time and the bytes of undoing and merging.
-- `decode`: attention over chosen entries in Triton, 16 bits and 8, and the CUDA op for 16; and over
-  all entries, as layers read that do not retrieve. `us` is a CUDA graph's time by its calls, none
+- `decode`: attention over chosen entries by the Triton and the CUDA op, 16 bits and 8; and over all
+  entries, as layers read that do not retrieve. `us` is a CUDA graph's time by its calls, none
   of which reads what an earlier one left in L2.
 - `accuracy`: outputs over 8 bits against 16 bits, by kind of keys (``int8_accuracy``).
 - `token_bytes`: of each layout, so how many more tokens a pool holds.
@@ -43,15 +43,15 @@ from benchmarks.ops.int8_checks import checks
 from benchmarks.ops.int8_decode_ways import Step
 from benchmarks.ops.int8_pages import (
     LAYOUTS,
+    code_writer,
     copied,
     entry_bytes,
     slots_of,
-    store,
     stored_16_bits,
     token_bytes,
 )
 from benchmarks.ops.int8_prefill_ways import Prefill, Way
-from benchmarks.ops.int8_store_triton import store_with_codes, write_codes
+from benchmarks.ops.int8_store_triton import store_with_codes
 from benchmarks.ops.retrieval_layer import (
     GROUP,
     INDEX,
@@ -65,6 +65,7 @@ from benchmarks.ops.retrieval_layer import (
 )
 from benchmarks.ops.retrieval_step import Case
 from benchmarks.ops.saliency import bytes_per_us
+from vllm_kvx.ops.int8.store import store_in_triton as store
 
 PARTS = ("checks", "prefill", "store", "accuracy", "decode")
 CASES = ("1x130000", "6x130000", "12x32768", "24x32768")
@@ -188,12 +189,13 @@ def chosen(step: Step, case: str, budget: int, repeats: int, bandwidth: float) -
     ways: dict[str, tuple[str, Callable[[], list[Call]]]] = {}
     for programs in PROGRAMS:
         name = f"{programs} programs"
-        of_16 = partial(step.chosen_16_bits, programs=programs)
+        of_16 = partial(step.chosen, "16 bits", programs=programs)
         ways[f"16 bits, Triton, {name}"] = "16 bits", partial(calls, of_16)
         for layout in LAYOUTS:
             of_8 = partial(step.chosen, layout, programs=programs)
             ways[f"8 bits, {layout}, Triton, {name}"] = layout, partial(calls, of_8)
-    ways["16 bits, CUDA"] = "16 bits", lambda: calls(step.in_cuda(budget))
+    ways["16 bits, CUDA"] = "16 bits", lambda: calls(step.in_cuda("16 bits", budget))
+    ways["8 bits, apart, CUDA"] = "apart", lambda: calls(step.in_cuda("apart", budget))
     for name, (layout, make) in ways.items():
         line = {"case": case, "budget": budget, "way": name, "calls": count}
         yield per_call(line, make, repeats, *step.bytes_of(layout, budget), bandwidth)
@@ -210,6 +212,9 @@ def everything(step: Step, case: str, repeats: int, bandwidth: float) -> Iterato
     for programs in PROGRAMS:
         every = partial(step.all_of, "apart", programs=programs)
         ways[f"8 bits, apart, ours, {programs} programs"] = "apart", every
+    for layout in ("16 bits", "apart"):
+        bits = "8 bits, apart" if layout == "apart" else layout
+        ways[f"{bits}, ours, CUDA"] = layout, partial(step.all_in_cuda, layout)
     for name, (layout, of) in ways.items():
         line = {"case": case, "budget": "all", "way": name, "calls": len(step.tables)}
         moved, _ = step.bytes_of(layout, step.length)
@@ -260,11 +265,11 @@ def stores(shape: Heads, args: argparse.Namespace, bandwidth: float) -> Iterator
             "16 bits": (stored_16_bits(layer.paged, key, value, slots), 2 * whole)
         }
         for layout, to in pages.items():
-            ways[f"8 bits, {layout}"] = partial(store, to, key, value, slots), whole + small
+            ways[f"8 bits, {layout}"] = partial(store, to.paged, key, value, slots), whole + small
         if count == args.chunk:
             ways["1-bit keys of 16 bits"] = codes_of_16_bits(layer), whole // 2 + code_bytes
             for layout, to in pages.items():
-                codes = partial(write_codes, to, table, 0, groups)
+                codes = code_writer(to, table, 0, groups)
                 ways[f"1-bit keys of 8 bits, {layout}"] = codes, small // 2 + code_bytes
                 both = partial(store_with_codes, to, key, value, table, 0)
                 ways[f"8 bits and 1-bit keys, {layout}"] = both, whole + small + code_bytes

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.int8_decode_ways import Step
-from benchmarks.ops.int8_pages import LAYOUTS, Int8Pages, quantized, slots_of, store
+from benchmarks.ops.int8_pages import LAYOUTS, Int8Pages, code_writer, slots_of
 from benchmarks.ops.int8_prefill_ways import Prefill, Way, attention
-from benchmarks.ops.int8_read_triton import undo
-from benchmarks.ops.int8_store_triton import store_with_codes, write_codes
-from benchmarks.ops.retrieval_layer import DEVICE, DTYPE, GROUP, ON_GPU, Call, Heads
+from benchmarks.ops.int8_store_triton import store_with_codes
+from benchmarks.ops.retrieval_layer import DEVICE, DTYPE, GROUP, INDEX, ON_GPU, Call, Heads
+from vllm_kvx.ops.int8.numbers import quantized
+from vllm_kvx.ops.int8.store import store_in_triton as store
+from vllm_kvx.ops.int8.undo import undo_in_torch
+from vllm_kvx.ops.int8.undo import undo_in_triton as undo
 
 Line = dict[str, Any]
 _GROUPS, _PROGRAMS = 3, 8
@@ -51,7 +54,7 @@ def stored(shape: Heads) -> Iterator[Line]:
     for layout in LAYOUTS:
         pages, other = (Int8Pages.empty(shape, blocks + 1, layout) for _ in range(2))
         line: Line = {"layout": layout}
-        run: Call = partial(store, pages, key, value, slots)
+        run: Call = partial(store, pages.paged, key, value, slots)
         yield guarded(
             line | {"check": "vLLM's store"}, partial(_store, run, pages, slots, (key, value))
         )
@@ -59,7 +62,7 @@ def stored(shape: Heads) -> Iterator[Line]:
         yield guarded(
             line | {"check": "one store"}, partial(_store, run, other, slots, (key, value))
         )
-        run = partial(write_codes, pages, table, 0, _GROUPS)
+        run = code_writer(pages, table, 0, _GROUPS)
         yield guarded(line | {"check": "codes"}, partial(_codes, run, pages, table))
         yield guarded(line | {"check": "codes of one store"}, partial(_codes, None, other, table))
         yield guarded(line | {"check": "undo"}, partial(_undo, pages, table, tokens - 7))
@@ -67,15 +70,17 @@ def stored(shape: Heads) -> Iterator[Line]:
 
 def _store(run: Call, pages: Int8Pages, slots: Tensor, entries: tuple[Tensor, Tensor]) -> Line:
     run()
-    at = slots // pages.block_size, slice(None), slots % pages.block_size
-    found = ((pages.keys, pages.key_scales), (pages.values, pages.value_scales))
+    paged = pages.paged
+    at = slots // paged.block_size, slice(None), slots % paged.block_size
+    assert paged.key_scales is not None and paged.value_scales is not None
+    found = ((paged.keys, paged.key_scales), (paged.values, paged.value_scales))
     numbers = scales = 0.0
     for (of, of_scales), x in zip(found, entries, strict=True):
         right, right_scales = quantized(x)
         numbers = max(numbers, off_by(of[at], right))
         ratio = of_scales[at] / right_scales
         scales = max(scales, off_by(ratio, torch.ones_like(ratio)))
-    beside = float(pages.keys[0].float().abs().max() + pages.values[0].float().abs().max())
+    beside = float(paged.keys[0].float().abs().max() + paged.values[0].float().abs().max())
     return {"off_by": numbers, "scales_off_by": scales, "beside": beside}
 
 
@@ -84,7 +89,7 @@ def _codes(run: Call | None, pages: Int8Pages, table: Tensor) -> Line:
     if run is not None:
         run()
     signs, *found = pages.sidecar.dense(table, _GROUPS)
-    pages.write_codes(table, 0, _GROUPS)
+    INDEX.write_in_torch(pages.paged, pages.sidecar, table, 0, _GROUPS)
     right, *expected = pages.sidecar.dense(table, _GROUPS)
     assert signs is not None and right is not None
     differ = float((signs != right).float().mean())
@@ -95,12 +100,12 @@ def _codes(run: Call | None, pages: Int8Pages, table: Tensor) -> Line:
 def _undo(pages: Int8Pages, table: Tensor, end: int) -> Line:
     """Of entries that begin and end within a page."""
     first = 5
-    expected = pages.entries(table, first, end)
-    found = [torch.full_like(x, torch.nan, dtype=DTYPE) for x in expected]
-    undo(pages, table, first, end, *found)
-    pairs = zip(found, expected, strict=True)
+    size = end - first, pages.paged.num_heads, pages.paged.head_dim
+    outputs = torch.full((4, *size), torch.nan, dtype=DTYPE, device=DEVICE)
     # Rounded once: both are the same number in 16 bits.
-    return {"off_by": max(off_by(one, other.to(DTYPE)) for one, other in pairs)}
+    undo_in_torch(pages.paged, table, first, end, outputs[0], outputs[1])
+    undo(pages.paged, table, first, end, outputs[2], outputs[3])
+    return {"off_by": off_by(outputs[2:], outputs[:2])}
 
 
 def prefilled(shape: Heads) -> Iterator[Line]:
@@ -129,9 +134,7 @@ def _prefill(made: Prefill, layout: str, exact: bool, make: Callable[[], Way]) -
     keys, values = made.exact()
     if layout:
         end = made.context if exact else made.length
-        found = made.pages[layout].entries(made.table, 0, end)
-        for to, of in zip((keys, values), found, strict=True):
-            to[:end] = of.to(DTYPE)
+        undo_in_torch(made.pages[layout].paged, made.table, 0, end, keys, values)
     expected, _ = attention(made.query, keys, values, True)
     made.out.fill_(torch.nan)
     make().run()
@@ -148,12 +151,15 @@ def decoded(shape: Heads) -> Iterator[Line]:
         "chosen, 16 bits": (
             "16 bits",
             picked,
-            partial(step.chosen_16_bits, table, picked, _PROGRAMS),
+            partial(step.chosen, "16 bits", table, picked, _PROGRAMS),
         ),
         "all, 16 bits, vLLM's": ("16 bits", every, partial(step.unified, "16 bits", table)),
     }
-    if ON_GPU:
-        ways["chosen, 16 bits, CUDA"] = "16 bits", picked, lambda: step.in_cuda(48)(table, picked)
+    for layout in ("16 bits", "apart") if ON_GPU else ():
+        cuda = partial(step.in_cuda(layout, 48), table, picked)
+        ways[f"chosen, {layout}, CUDA"] = layout, picked, cuda
+        cuda = partial(step.all_in_cuda, layout, table)
+        ways[f"all, {layout}, CUDA"] = layout, every, cuda
     for layout in LAYOUTS:
         of = partial(step.chosen, layout, table, picked, _PROGRAMS)
         ways[f"chosen, {layout}"] = layout, picked, of
@@ -164,19 +170,13 @@ def decoded(shape: Heads) -> Iterator[Line]:
 
 
 def _decode(step: Step, layout: str, read: Tensor, make: Callable[[], Call]) -> Line:
-    paged = step.layer.paged
+    paged = step.paged(layout)
     share, table = step.shape.heads // step.shape.kv_heads, step.tables[1]
     step.out.fill_(torch.nan)
     make()()
     most = 0.0
     for r in range(step.batch):
-        if layout == "16 bits":
-            keys, values = (
-                of(table[r], step.length) for of in (paged.dense_keys, paged.dense_values)
-            )
-        else:
-            found = step.pages[layout].entries(table[r], 0, step.length)
-            keys, values = (x.transpose(0, 1) for x in found)
+        keys, values = (of(table[r], step.length) for of in (paged.dense_keys, paged.dense_values))
         for g in range(step.shape.kv_heads):
             heads, of_head = slice(g * share, (g + 1) * share), read[r, g].long()
             expected = _attended(step, r, heads, keys[g, of_head], values[g, of_head])

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from benchmarks.ops.int8_pages import (
     entry_bytes,
     sectors_of_an_entry,
 )
-from benchmarks.ops.int8_read_triton import attend
 from benchmarks.ops.int8_unified import unified
 from benchmarks.ops.retrieval_layer import (
     DEVICE,
@@ -27,9 +25,9 @@ from benchmarks.ops.retrieval_layer import (
     scratch_of,
     stock_attention,
 )
+from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import retrieve
-from vllm_kvx.ops.retrieval.attend import MAX_SPLITS
-from vllm_kvx.ops.retrieval.attend import attend as attend_16_bits
+from vllm_kvx.ops.retrieval.attend import MAX_SPLITS, attend
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 
 
@@ -78,21 +76,19 @@ class Step:
 
     def _call(
         self,
-        op: Callable[..., None],
-        of: Any,
+        layout: str,
         table: Tensor,
         indices: Tensor,
         unit: int,
         programs: int,
-        **scales: float,
     ) -> Call:
         splits = retrieve.splits_of(programs, self.batch, self.shape.kv_heads, MAX_SPLITS)
         parts = self.batch, self.shape.heads, splits
         count, dim = self.batch * self.shape.heads * splits, self.shape.head_dim
         return partial(
-            op,
+            attend,
             self.query,
-            of,
+            self.paged(layout),
             table,
             self.rows,
             indices,
@@ -102,33 +98,35 @@ class Step:
             self.out,
             unit=unit,
             scale=self.scale,
+            key_scale=1.0,
+            value_scale=1.0,
             splits=splits,
-            **scales,
         )
 
-    def chosen_16_bits(self, table: Tensor, indices: Tensor, programs: int) -> Call:
-        """Our Triton attention over chosen entries in 16 bits."""
-        scales = {"key_scale": 1.0, "value_scale": 1.0}
-        return self._call(attend_16_bits, self.layer.paged, table, indices, 1, programs, **scales)
+    def paged(self, layout: str) -> PagedKV:
+        """layout: `16 bits`, or that of 8."""
+        return self.layer.paged if layout == "16 bits" else self.pages[layout].paged
 
     def chosen(self, layout: str, table: Tensor, indices: Tensor, programs: int) -> Call:
-        """The same over 8 bits."""
-        return self._call(attend, self.pages[layout], table, indices, 1, programs)
+        """Our Triton attention over chosen entries. layout: see `paged`."""
+        return self._call(layout, table, indices, 1, programs)
 
-    def in_cuda(self, budget: int) -> Callable[[Tensor, Tensor], Call]:
-        """The CUDA op over chosen entries in 16 bits: by table and indices.
+    def in_cuda(self, layout: str, units: int, unit: int = 1) -> Callable[[Tensor, Tensor], Call]:
+        """The CUDA op over so many chosen units of `unit` entries: by table and indices.
+
+        layout: see `paged`; not `inline`.
 
         Raises:
             ValueError: the ops are not built, or do not run here.
         """
         capacity = self.batch * (self.length + 4)
-        scratch = scratch_of(self.shape, "cuda", self.batch, capacity, budget)
-        counts = self.counts(budget)
+        scratch = scratch_of(self.shape, "cuda", self.batch, capacity, units)
+        scratch, counts = replace(scratch, unit=unit), self.counts(units)
 
         def call(table: Tensor, indices: Tensor) -> Call:
             steps = retrieve.steps(
                 self.query,
-                self.layer.paged,
+                self.paged(layout),
                 self.layer.sidecar,
                 table,
                 self.rows,
@@ -148,18 +146,26 @@ class Step:
         return stock_attention(Decode(self.layer, table, self.length, 1, self.batch))
 
     def all_of(self, layout: str, table: Tensor, programs: int) -> Call:
-        """Our Triton attention over all entries in 8 bits: every block is chosen."""
-        blocks = torch.arange(table.shape[1], dtype=torch.int32, device=DEVICE)
-        indices = blocks.expand(self.batch, self.shape.kv_heads, -1).contiguous()
-        pages = self.pages[layout]
-        return self._call(attend, pages, table, indices, pages.block_size, programs)
+        """Our Triton attention over all entries: every block is chosen."""
+        return self._call(layout, table, self.blocks, self.shape.block_size, programs)
+
+    def all_in_cuda(self, layout: str, table: Tensor) -> Call:
+        """The CUDA op over all entries; see `in_cuda`."""
+        blocks = self.blocks
+        return self.in_cuda(layout, blocks.shape[2], self.shape.block_size)(table, blocks)
+
+    @property
+    def blocks(self) -> Tensor:
+        """(batch, G, blocks) int32: all of them."""
+        count = self.tables.shape[2]
+        blocks = torch.arange(count, dtype=torch.int32, device=DEVICE)
+        return blocks.expand(self.batch, self.shape.kv_heads, -1).contiguous()
 
     def unified(self, layout: str, table: Tensor) -> Call:
-        """vLLM's Triton attention over all entries. layout: `16 bits`, or that of 8."""
-        of = self.layer.paged if layout == "16 bits" else self.pages[layout]
+        """vLLM's Triton attention over all entries. layout: see `paged`."""
         starts = torch.arange(self.batch + 1, dtype=torch.int32, device=DEVICE)
-        longest = 1, self.length
-        return unified(self.query, of, table, starts, self.rows.lens, longest, self.out)
+        where = starts, self.rows.lens, (1, self.length), self.out
+        return unified(self.query, self.paged(layout), table, *where)
 
     def bytes_of(self, layout: str, entries: int) -> tuple[float, float]:
         """Bytes of so many entries a request and KV head; and in whole sectors, each on its own.

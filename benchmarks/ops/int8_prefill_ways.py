@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.int8_pages import LAYOUTS, copied, entry_bytes
-from benchmarks.ops.int8_read_triton import undo
 from benchmarks.ops.int8_unified import unified
 from benchmarks.ops.retrieval_layer import DEVICE, DTYPE, ON_GPU, Call, Heads, Layer
 from benchmarks.ops.sparse_prefill_ways import flash
+from vllm_kvx.ops.int8.undo import undo_in_triton as undo
 
 # Pages of an undone context, where FlashAttention is to find it by a block table. It copies pages
 # of a tile's length as blocks; shorter ones entry by entry.
@@ -131,7 +131,7 @@ class Prefill:
         lens = torch.tensor([self.length], dtype=torch.int32, device=DEVICE)
         longest, starts = (self.chunk, self.length), _starts(self.chunk)
         where = (self.table[None], starts, lens, longest, self.out)
-        return Way(unified(self.query, self.pages[layout], *where))
+        return Way(unified(self.query, self.pages[layout].paged, *where))
 
     def _by_table(self, keys: Tensor, values: Tensor, table: Tensor) -> Call:
         """keys, values: (pages, page, G, D)."""
@@ -153,7 +153,7 @@ class Prefill:
         """
         page = SCRATCH_PAGE if by_table else 1
         keys, values = self.scratch(-(-self.length // page) * page)
-        pages, length, context = self.pages[layout], self.length, self.context
+        paged, length, context = self.pages[layout].paged, self.length, self.context
         end = length if own == "pages" else context
         out = self.out
         if own == "exact" and not context:
@@ -169,7 +169,7 @@ class Prefill:
             attends = partial(flash_contiguous, self.query, keys, values, True, out)
 
         def run() -> None:
-            undo(pages, self.table, 0, end, keys, values)
+            undo(paged, self.table, 0, end, keys, values)
             if own == "exact":
                 keys[context:], values[context:] = self.key, self.value
             attends()
@@ -180,7 +180,7 @@ class Prefill:
     def undoing(self, layout: str) -> Way:
         """Undoing the whole context, alone."""
         keys, values = self.scratch(self.length)
-        where = (self.pages[layout], self.table, 0, self.length, keys, values)
+        where = (self.pages[layout].paged, self.table, 0, self.length, keys, values)
         return Way(partial(undo, *where), _size(keys, values), self.moved(self.length))
 
     def sliced(self, layout: str, size: int) -> Way:
@@ -191,7 +191,7 @@ class Prefill:
         """
         from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
-        query, context, pages = self.query, self.context, self.pages[layout]
+        query, context, paged = self.query, self.context, self.pages[layout].paged
         if not context:
             return self.whole(layout, own="exact")
         keys, values = self.scratch(min(size, context))
@@ -203,7 +203,7 @@ class Prefill:
             lse = flash_contiguous(query, self.key, self.value, True, now)
             for number, first in enumerate(range(0, context, size)):
                 end = min(first + size, context)
-                undo(pages, self.table, first, end, keys, values)
+                undo(paged, self.table, first, end, keys, values)
                 some = slice(0, end - first)
                 found = flash_contiguous(query, keys[some], values[some], False, of_slice)
                 to, to_lse = (self.out if end == context else other), lses[number % 2]

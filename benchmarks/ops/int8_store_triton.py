@@ -1,14 +1,14 @@
-"""Stores 8-bit entries beside FIER's 1-bit keys, in Triton; for ``int8_cache``.
+"""Stores 8-bit entries and FIER's 1-bit keys by one Triton kernel, which reads a key once.
 
-Entries alone are stored by vLLM's own kernel (``int8_pages.store``). Here are the 1-bit codes of
-groups that are in the pages, and one kernel for both, which reads a key once.
+For ``int8_cache``. The package does it by two: ``ops.int8.store`` and the index's writer.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from benchmarks.ops.int8_pages import LEAST_SCALE, MOST, Int8Pages
+from benchmarks.ops.int8_pages import Int8Pages
+from vllm_kvx.ops.int8.numbers import LEAST_SCALE, MOST
 
 
 @triton.jit
@@ -37,65 +37,6 @@ def _put_codes(  # type: ignore[no-untyped-def]
     limit = 65504.0
     tl.store(sidecar + channel, tl.minimum(tl.maximum(scale, -limit), limit))
     tl.store(sidecar + D + channel, tl.minimum(tl.maximum(zero, -limit), limit))
-
-
-@triton.jit(do_not_specialize=["first"])
-def _codes_kernel(  # type: ignore[no-untyped-def]
-    keys,
-    key_scales,
-    codes,
-    sidecar,
-    table,
-    first,
-    stride_b,
-    stride_h,
-    stride_t,
-    scale_b,
-    scale_h,
-    scale_t,
-    codes_b,
-    codes_h,
-    sidecar_b,
-    sidecar_h,
-    PAGE: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-):
-    head = tl.program_id(0)
-    begin = (first + tl.program_id(1)) * GROUP
-    block = tl.load(table + begin // PAGE).to(tl.int64)
-    slot = begin % PAGE + tl.arange(0, GROUP)
-    at = keys + block * stride_b + head * stride_h + slot * stride_t
-    x = tl.load(at[:, None] + tl.arange(0, D)[None, :]).to(tl.float32)
-    at = key_scales + block * scale_b + head * scale_h + slot * scale_t
-    x *= tl.load(at)[:, None]
-    codes += block * codes_b + head * codes_h + begin % PAGE * (D // 32)
-    sidecar += block * sidecar_b + head * sidecar_h + begin % PAGE // GROUP * (2 * D)
-    _put_codes(x, codes, sidecar, GROUP, D)
-
-
-def write_codes(pages: Int8Pages, table: Tensor, first: int, end: int) -> None:
-    """1-bit codes of groups [first, end) of a request, of their keys as the pages hold them.
-
-    So they are the same however a prompt was cut into chunks. table: (blocks,) int32. The reference
-    is ``Int8Pages.write_codes``.
-    """
-    shape, codes, scales = pages.sidecar.shape, pages.sidecar.codes, pages.sidecar.scales
-    _codes_kernel[(shape.num_kv_heads, end - first)](
-        pages.keys,
-        pages.key_scales,
-        codes,
-        scales,
-        table,
-        first,
-        *pages.keys.stride()[:3],
-        *pages.key_scales.stride(),
-        *codes.stride()[:2],
-        *scales.stride()[:2],
-        PAGE=shape.block_size,
-        GROUP=shape.group,
-        D=shape.head_dim,
-    )
 
 
 @triton.jit
@@ -166,24 +107,26 @@ def store_with_codes(
     """Quantises whole groups of keys and values (n, G, D) and writes them with their 1-bit codes.
 
     table: (blocks,) int32, the request's. first: the request's group that they begin with. Numbers
-    are those of ``int8_pages.store``, codes those of ``write_codes``. A server's chunk may begin or
-    end within a group, which is left to these two.
+    and codes are those that the package's two kernels write. A server's chunk may begin or end
+    within a group, which is left to these two.
     """
     shape, codes, scales = pages.sidecar.shape, pages.sidecar.codes, pages.sidecar.scales
+    paged = pages.paged
+    assert paged.key_scales is not None and paged.value_scales is not None
     _store_kernel[(shape.num_kv_heads, key.shape[0] // shape.group)](
         key,
         value,
-        pages.keys,
-        pages.values,
-        pages.key_scales,
-        pages.value_scales,
+        paged.keys,
+        paged.values,
+        paged.key_scales,
+        paged.value_scales,
         codes,
         scales,
         table,
         first,
         *key.stride()[:2],
-        *pages.keys.stride()[:3],
-        *pages.key_scales.stride(),
+        *paged.keys.stride()[:3],
+        *paged.key_scales.stride(),
         *codes.stride()[:2],
         *scales.stride()[:2],
         PAGE=shape.block_size,

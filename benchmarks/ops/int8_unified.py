@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops.int8_pages import Int8Pages
 from benchmarks.ops.retrieval_layer import DEVICE, Call
 from vllm_kvx.ops.paged import PagedKV
 
@@ -20,7 +19,7 @@ _PARTS, _WITH_PARTS = 16, 16
 
 def unified(
     query: Tensor,
-    of: PagedKV | Int8Pages,
+    of: PagedKV,
     table: Tensor,
     starts: Tensor,
     lens: Tensor,
@@ -36,7 +35,7 @@ def unified(
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     scales: dict[str, Any] = {}
-    if isinstance(of, Int8Pages):
+    if of.key_scales is not None and of.value_scales is not None:
         scales = {
             "kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD,
             "k_scale_cache": of.key_scales.transpose(1, 2),

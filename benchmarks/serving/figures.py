@@ -130,7 +130,7 @@ def saturation_ratio(
     """
     policy, dtype = split_name(server)
     work = work_of(policy, shape.layers, setting.input)
-    bytes_ = entry_bytes(dtype)
+    bytes_ = entry_bytes(dtype, head_dim=shape.head_dim)
     device = device_of(gpu) if gpu else None
     if work is None or bytes_ is None or device is None or not setting.saturates:
         return None

@@ -166,6 +166,13 @@ def test_a_sidecar_is_not_smaller_in_an_fp8_cache() -> None:
     assert [counted.entry_bytes(d) for d in (None, "auto", "fp8", "turboquant_4bit_nc")] == [
         *(2, 2, 1, None)
     ]
+    # A float32 scale for the 128 channels of a head.
+    int8 = "int8_per_token_head"
+    assert counted.entry_bytes(int8, head_dim=128) == 1 + 4 / 128
+    assert counted.entry_bytes(int8) is None
+    mean = counted.mean_entry_bytes(f"{int8}-skip-0-1", 32, 128)
+    # Of two numbers, with 1-bit keys: what docs/notebook/int8-cache.md has.
+    assert mean is not None and 8 * 128 * 2 * mean + 30 / 32 * 256 == 2476
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,15 @@ from torch import Tensor
 from vllm_kvx.equations.retrieval import num_full_groups, page_scores, reduce_heads, token_scores
 from vllm_kvx.equations.softmax import capped, softmax
 from vllm_kvx.indexes.table import INDEXES
+from vllm_kvx.ops.int8.layout import scale_bytes, scales_offset
+from vllm_kvx.ops.int8.numbers import quantized
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda as cuda_ops
 from vllm_kvx.ops.retrieval.index_layout import PageShape, Sidecar
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 
 BF16, FP16 = torch.bfloat16, torch.float16
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 POISON = -7
 
 
@@ -72,8 +74,10 @@ def make_case(
     kept = INDEXES["one_bit" if has_codes else "page_bounds"]
     layout = PageShape(kv_heads, block_size, head_dim, group)
     page = kv_heads * block_size * 2 * head_dim
-    itemsize = cache_dtype.itemsize
-    stride = page + kept.page_bytes(layout) // itemsize
+    itemsize, sidecar_bytes = cache_dtype.itemsize, kept.page_bytes(layout)
+    stride = page + sidecar_bytes // itemsize
+    if cache_dtype == INT8:
+        stride = scales_offset(page, sidecar_bytes) + scale_bytes(kv_heads, block_size)
     memory = torch.full((total, stride * itemsize), 255, dtype=torch.uint8, device="cuda")
     strides = (block_size * 2 * head_dim, 2 * head_dim)
     head_stride, slot_stride = (2 * head_dim, kv_heads * 2 * head_dim) if nhd else strides
@@ -81,6 +85,8 @@ def make_case(
         (total, kv_heads, block_size, 2 * head_dim), (stride, head_stride, slot_stride, 1)
     )
     paged, sidecar = PagedKV.of(cache, head_dim), kept.view(cache, layout)
+    if cache_dtype == INT8:
+        paged = PagedKV.of_int8(cache, head_dim, sidecar_bytes)
 
     order = torch.randperm(total).tolist()
     table = torch.full((rows + 1, max([*blocks, 1]) + 2), NO_BLOCK, dtype=torch.int32)
@@ -92,8 +98,14 @@ def make_case(
             continue
         entry, at = torch.arange(length), torch.tensor(mine)
         block, slot = at[entry // block_size].cuda(), (entry % block_size).cuda()
-        data = torch.randn(length, kv_heads, 2 * head_dim, device="cuda").to(cache_dtype)
-        cache.view(torch.uint8)[block, :, slot] = data.view(torch.uint8)
+        data = torch.randn(length, kv_heads, 2 * head_dim, device="cuda")
+        if paged.key_scales is not None and paged.value_scales is not None:
+            places, (key, value) = (block, slice(None), slot), data.chunk(2, dim=-1)
+            paged.keys[places], paged.key_scales[places] = quantized(key)
+            paged.values[places], paged.value_scales[places] = quantized(value)
+        else:
+            stored = data.to(cache_dtype).view(torch.uint8)
+            cache.view(torch.uint8)[block, :, slot] = stored
         index = torch.arange(num_full_groups(length, group))
         per_block = block_size // group
         block, at_group = at[index // per_block].cuda(), (index % per_block).cuda()
@@ -276,6 +288,8 @@ def run_attend(
         splits,
         programs,
         overlap,
+        key_scales=case.paged.key_scales,
+        value_scales=case.paged.value_scales,
         **logits,
     )
 
@@ -289,7 +303,7 @@ def check_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    share, size = case.q.shape[1] // case.num_kv_heads, case.paged.block_size
+    share = case.q.shape[1] // case.num_kv_heads
     assert not got.tickets.any()
     untouched = torch.ones(case.q.shape[0], dtype=torch.bool, device="cuda")
     for row, length in enumerate(case.lens.tolist()):
@@ -302,9 +316,9 @@ def check_attention(
             units = indices[row, head, : int(counts[row, head])].long()
             entry = (units[:, None] * unit + torch.arange(unit, device="cuda")).flatten()
             entry = entry[entry < length]
-            block = case.table(row)[entry // size].long()
-            keys = case.paged.keys[block, head, entry % size].float() * KEY_SCALE
-            values = case.paged.values[block, head, entry % size].float() * VALUE_SCALE
+            one, table = case.paged.of_head(head), case.table(row)
+            keys = one.keys_at(table, entry)[:, 0].float() * KEY_SCALE
+            values = one.values_at(table, entry)[:, 0].float() * VALUE_SCALE
             products = query[head] @ keys.T * case.q.shape[2] ** -0.5
             mine = None if sinks is None else sinks[head * share : (head + 1) * share]
             expected = softmax(capped(products, soft_cap), mine) @ values

@@ -1,11 +1,14 @@
 """The CUDA operator of retrieval that attends, against plain torch. Skipped if it is not built."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.ragged import make_sinks
 
+from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda as cuda_ops
-from vllm_kvx.ops.retrieval.attend import attend
+from vllm_kvx.ops.retrieval.attend import attend, attend_reference
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 
 from .retrieval_cases import (
@@ -13,6 +16,7 @@ from .retrieval_cases import (
     E4M3,
     E5M2,
     FP16,
+    INT8,
     KEY_SCALE,
     LENGTHS,
     VALUE_SCALE,
@@ -25,12 +29,15 @@ from .retrieval_cases import (
 
 pytestmark = pytest.mark.skipif(bool(cuda_ops.why_not()), reason=cuda_ops.why_not())
 
+DTYPES = [
+    *((BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E5M2)),
+    *((BF16, INT8), (FP16, INT8)),
+]
+
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("share", [1, 4, 7, 8, 12, 16])
-@pytest.mark.parametrize(
-    ("dtype", "cache_dtype"), [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E5M2)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("unit", "splits", "block_size"),
     [(1, 1, 32), (1, 16, 64), (1, 16, 544), (16, 3, 48), (64, 128, 64)],
@@ -65,9 +72,7 @@ def test_attend(
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("share", [2, 16])
-@pytest.mark.parametrize(
-    ("dtype", "cache_dtype"), [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E5M2)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize("splits", [1, 128])
 @pytest.mark.parametrize(
     ("soft_cap", "has_sinks"), [(None, True), (0.5, False), (0.5, True), (50.0, True)]
@@ -110,6 +115,59 @@ def test_soft_caps_and_sinks(
         **logits,
     )
     check_attention(case, indices, counts, 1, got, **logits)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("share", [4, 16])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("order", ["rising", "falling", "mixed"])
+def test_int8_of_any_size(head_dim: int, share: int, dtype: torch.dtype, order: str) -> None:
+    """Values of very different sizes, and logits that spread more and more, or less."""
+    length = 700
+    case = make_case([length], head_dim=head_dim, share=share, dtype=dtype, cache_dtype=INT8)
+    paged, table = case.paged, case.table(0)
+    assert paged.key_scales is not None and paged.value_scales is not None
+    position = torch.linspace(0, 1, length, device="cuda")
+    if order == "falling":
+        position = position.flip(0)
+    elif order == "mixed":
+        position = position[torch.randperm(length, device="cuda")]
+    index = torch.arange(length, device="cuda")
+    at = table[index // 32].long(), slice(None), index % 32
+    most = 0.01 if dtype == FP16 else 1e4
+    paged.value_scales[at] = (most * 2.0 ** (16 * (position - 1)))[:, None]
+    paged.key_scales[at] = (0.02 * 16.0**position)[:, None]
+    indices = index.int().expand(1, case.num_kv_heads, -1).contiguous()
+    counts = torch.full((1, case.num_kv_heads), length, dtype=torch.int32, device="cuda")
+    for splits in (1, 3):
+        got = Attention.of(case, splits)
+        run_attend(case, indices, counts, 1, splits, got)
+        for head in range(case.num_kv_heads):
+            heads = slice(head * share, (head + 1) * share)
+            expected = attend_reference(
+                case.query(0)[heads],
+                paged.of_head(head),
+                table,
+                index,
+                head_dim**-0.5,
+                KEY_SCALE,
+                VALUE_SCALE,
+            )
+            off = (got.out[int(case.tokens[0]), heads].float() - expected).abs()
+            near = 8e-3 if dtype == BF16 else 2e-3
+            assert (off.amax(dim=1) < near * expected.abs().amax(dim=1)).all()
+
+
+def test_int8_without_its_scales_is_refused() -> None:
+    case = make_case(LENGTHS, head_dim=64, share=2, cache_dtype=INT8)
+    indices, counts = any_units(case, 1)
+    for paged, why in (
+        (PagedKV(case.paged.keys, case.paged.values), "must have scales"),
+        (replace(case.paged, values=case.paged.values.clone()), "like keys"),
+        (replace(case.paged, value_scales=case.paged.key_scales), "behind their keys"),
+    ):
+        with pytest.raises(RuntimeError, match=why):
+            run_attend(replace(case, paged=paged), indices, counts, 1, 1, Attention.of(case, 1))
 
 
 def test_sinks_of_another_type_are_refused() -> None:

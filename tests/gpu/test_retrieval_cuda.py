@@ -17,6 +17,7 @@ from .retrieval_cases import (
     BF16,
     E4M3,
     FP16,
+    INT8,
     KEY_SCALE,
     LENGTHS,
     POISON,
@@ -187,13 +188,14 @@ def test_select(distribution: str, lens: list[int], kv_heads: int, unit: int, bu
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_graph_of_all(overlap: bool) -> None:
+@pytest.mark.parametrize("cache_dtype", [BF16, INT8], ids=str)
+def test_graph_of_all(overlap: bool, cache_dtype: torch.dtype) -> None:
     """Two layers of a step at full length, captured once and replayed on other lengths.
 
     overlap: each operator starts before the one before it has ended; on Hopper and later.
     """
     lens, budget, splits = [130_000, 70_001, 400, 0], 1024, 8
-    case = make_case(lens, kv_heads=8, seed=5)
+    case = make_case(lens, kv_heads=8, seed=5, cache_dtype=cache_dtype)
     scores = Scores.of(lens, 8)
     indices, counts = outputs(len(lens), 8, budget)
     budgets = torch.full((len(lens),), budget, dtype=torch.int32, device="cuda")
@@ -235,12 +237,20 @@ def test_graph_of_all(overlap: bool) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("share", [1, 4, 7])
 @pytest.mark.parametrize("pages", [False, True])
-@pytest.mark.parametrize("reduction", ["max", "sum", "softmax"])
-def test_triton(head_dim: int, share: int, pages: bool, reduction: str) -> None:
+@pytest.mark.parametrize(
+    ("reduction", "cache_dtype"),
+    [("max", BF16), ("max", INT8), ("sum", BF16), ("softmax", BF16)],
+    ids=str,
+)
+def test_triton(
+    head_dim: int, share: int, pages: bool, reduction: str, cache_dtype: torch.dtype
+) -> None:
     """A step of the Triton operators, one after the other."""
     budget, splits, unit = 256, 3, 32 if pages else 1
     scale = head_dim**-0.5 / 8
-    case = make_case(LENGTHS, head_dim=head_dim, share=share, has_codes=not pages)
+    case = make_case(
+        LENGTHS, head_dim=head_dim, share=share, has_codes=not pages, cache_dtype=cache_dtype
+    )
     heads, kv_heads, rows = case.q.shape[1], case.num_kv_heads, len(LENGTHS)
     scores = Scores.of([-(-n // unit) for n in LENGTHS], kv_heads)
     budgets = [budget // unit - row for row in range(rows)]

@@ -64,14 +64,19 @@ class TestWhereItMay:
             assert OneLaunch.of(32, 8, 128, 64, CPU) is None
 
 
-def layer(heads: int = 32, kv_heads: int = 8, head_dim: int = 128) -> SimpleNamespace:
-    return SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads, head_size=head_dim)
+def layer(
+    heads: int = 32, kv_heads: int = 8, head_dim: int = 128, dtype: str = "auto"
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        num_heads=heads, num_kv_heads=kv_heads, head_size=head_dim, kv_cache_dtype=dtype
+    )
 
 
 def test_servers_take_it_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pays(layer()) and pays(layer(16, 4))
     others = [layer(40, 8), layer(28, 4), layer(head_dim=64), layer(head_dim=256), layer(8, 2)]
     assert not any(map(pays, others)) and not pays(layer(64, 16))
+    assert not pays(layer(dtype="int8_per_token_head"))
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")
     assert not pays(layer())
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")

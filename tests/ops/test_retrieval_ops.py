@@ -9,6 +9,7 @@ import torch
 from support.ragged import NO_BLOCK, make_sinks
 from support.retrieved_layers import (
     FP8,
+    INT8,
     SCALE,
     SHAPES,
     Layer,
@@ -37,6 +38,12 @@ class TestAttend:
 
     def test_fp8(self, device: str) -> None:
         self.check(FP8, 2, device, key_scale=0.5, value_scale=2.0)
+
+    @pytest.mark.parametrize("shape", INT8, ids=label)
+    def test_int8(self, shape: Shape, device: str) -> None:
+        sinks = make_sinks(shape.heads, device)
+        self.check(shape, 2, device)
+        self.check(shape, 1, device, key_scale=0.5, value_scale=2.0, soft_cap=0.7, sinks=sinks)
 
     @pytest.mark.parametrize("splits", [1, 3])
     @pytest.mark.parametrize(
@@ -126,7 +133,7 @@ class TestAttend:
                 entries = units[:, None] * shape.unit + torch.arange(shape.unit, device=device)
                 entries = entries[entries < length]
                 heads = slice(g * share, (g + 1) * share)
-                one = PagedKV(layer.paged.keys[:, g : g + 1], layer.paged.values[:, g : g + 1])
+                one = layer.paged.of_head(g)
                 expected = attend_reference(
                     query[host.tokens[r], heads],
                     one,
@@ -154,6 +161,7 @@ class TestRetrieve:
             (SHAPES[5], "sum", None),
             (SHAPES[6], "max", 0.7),
             (SHAPES[8], "softmax", None),
+            (INT8[0], "max", None),
         ],
         ids=lambda value: label(value) if isinstance(value, Shape) else value,
     )

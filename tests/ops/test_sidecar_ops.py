@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.retrieved_layers import (
     FP8,
+    INT8,
     ONE_BIT,
     PAGE_BOUNDS,
     SHAPES,
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("bfloat16_in_the_interpreter")
 
 
 class TestSidecar:
-    @pytest.mark.parametrize("shape", [*SHAPES, FP8], ids=label)
+    @pytest.mark.parametrize("shape", [*SHAPES, FP8, *INT8], ids=label)
     def test_writes_full_groups_and_nothing_else(self, shape: Shape, device: str) -> None:
         layer = Layer.of(shape, 0, device)
         expected = Layer.of(shape, 0, device)
@@ -52,12 +53,18 @@ class TestSidecar:
             assert ours[0] is None or torch.equal(ours[0], signs)
             assert torch.equal(ours[1], scales) and torch.equal(ours[2], zeros)
 
-    @pytest.mark.parametrize("skips", [(), (0, 2)], ids=["alike", "some skip fp8"])
-    def test_layers_of_other_segments_and_groups(self, skips: Sequence[int], device: str) -> None:
+    @pytest.mark.parametrize(
+        ("skips", "skipped"),
+        [((), None), ((0, 2), torch.float8_e4m3fn), ((0, 2), torch.int8)],
+        ids=["alike", "some skip fp8", "some skip int8"],
+    )
+    def test_layers_of_other_segments_and_groups(
+        self, skips: Sequence[int], skipped: torch.dtype | None, device: str
+    ) -> None:
         """Each layer by the block table of its KV group, and only jobs of its segment."""
         plain = Shape((96, 70), heads=2, kv_heads=2, head_dim=32, spare=32)
-        over_fp8 = replace(plain, cache_dtype=torch.float8_e4m3fn, spare=0) if skips else plain
-        shapes = [plain if number in skips else over_fp8 for number in range(4)]
+        quantized = replace(plain, cache_dtype=skipped, spare=0) if skips else plain
+        shapes = [plain if number in skips else quantized for number in range(4)]
         # By layer: KV group and segment. Two KV groups make up the first segment.
         groups, segments = [0, 1, 2, 0], [0, 0, 1, 0]
         seeds = [3, 4, 5, 3]

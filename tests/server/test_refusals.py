@@ -81,7 +81,7 @@ def test_each_row_refuses(stock, path: str, value: Any, names: str) -> None:
     assert names in found[0]
 
 
-@pytest.mark.parametrize("dtype", ["nvfp4", "int8_per_token_head"])
+@pytest.mark.parametrize("dtype", ["nvfp4", "fp8_per_token_head"])
 def test_kv_cache_types_that_do_not_work(stock, monkeypatch, dtype: str) -> None:
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     (found,) = reasons(WITH_POLICY, changed(stock, "cache_config.cache_dtype", dtype))
@@ -276,7 +276,7 @@ TABLES = (
             False,
             "--kv-cache-dtype bfloat16 or float16, or serve",
         ),
-        ({"cache_config.cache_dtype": "int8_per_token_head"}, True, "drop --kv-cache-dtype"),
+        ({"cache_config.cache_dtype": "fp8_per_token_head"}, True, "drop --kv-cache-dtype"),
         ({"cache_config.cache_dtype": "fp8_ds_mla"}, True, "drop --kv-cache-dtype"),
         (
             {

@@ -57,12 +57,16 @@ def main() -> dict[str, Kernels]:
 
 
 def launch(layout: str) -> None:
-    from benchmarks.ops import int8_pages, int8_read_triton, int8_store_triton
+    from benchmarks.ops import int8_pages, int8_store_triton
     from benchmarks.ops.int8_unified import unified
     from benchmarks.ops.retrieval_layer import LLAMA_8B as SHAPE
+    from vllm_kvx.ops.int8.store import store_in_triton
+    from vllm_kvx.ops.int8.undo import undo_in_triton
+    from vllm_kvx.ops.retrieval.attend import attend
     from vllm_kvx.ops.retrieval.rows import RetrievalRows
 
     pages = int8_pages.Int8Pages.empty(SHAPE, 64, layout)
+    paged = pages.paged
     tokens, dim, kv_heads, splits = 64, SHAPE.head_dim, SHAPE.kv_heads, 4
 
     def of(heads: int) -> torch.Tensor:
@@ -72,16 +76,15 @@ def launch(layout: str) -> None:
         return torch.empty(size, dtype=dtype)
 
     key, value, query, table = of(kv_heads), of(kv_heads), of(SHAPE.heads), ints(2, 16)
-    int8_pages.store(pages, key, value, ints(tokens, dtype=torch.int64))
+    store_in_triton(paged, key, value, ints(tokens, dtype=torch.int64))
     int8_store_triton.store_with_codes(pages, key, value, table[0], 0)
-    int8_store_triton.write_codes(pages, table[0], 0, 2)
-    int8_read_triton.undo(pages, table[0], 0, tokens, key, value)
+    undo_in_triton(paged, table[0], 0, tokens, key, value)
     rows = RetrievalRows.of_fields(ints(4, 2), ints(2, dtype=torch.int64))
     partial_lse = torch.empty(2, SHAPE.heads, splits)
     for unit in (1, SHAPE.block_size):
-        int8_read_triton.attend(
+        attend(
             query,
-            pages,
+            paged,
             table,
             rows,
             ints(2, kv_heads, 16),
@@ -91,10 +94,12 @@ def launch(layout: str) -> None:
             query,
             unit=unit,
             scale=0.1,
+            key_scale=1.0,
+            value_scale=1.0,
             splits=splits,
         )
     for longest in (1, tokens):
-        unified(query, pages, table, ints(3), ints(2), (longest, 512), query)()
+        unified(query, paged, table, ints(3), ints(2), (longest, 512), query)()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from vllm_kvx.equations.retrieval import (
 )
 from vllm_kvx.indexes.base import AnyIndex
 from vllm_kvx.indexes.table import INDEXES
+from vllm_kvx.ops.int8.layout import scale_bytes, scales_offset
+from vllm_kvx.ops.int8.numbers import quantized
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval.index_layout import PageShape, Sidecar
 from vllm_kvx.ops.retrieval.rows import RetrievalRows, room_of
@@ -91,7 +93,10 @@ class Layer:
         counts = [-(-length // size) for length in shape.lengths]
         num_blocks = sum(counts) + 2
         page = heads * size * width * dtype.itemsize
-        stride = page + shape.index.page_bytes(shape.page) + shape.spare
+        sidecar, int8 = shape.index.page_bytes(shape.page), dtype == torch.int8
+        stride = page + sidecar + shape.spare
+        if int8:
+            stride = scales_offset(page, sidecar) + scale_bytes(heads, size) + shape.spare
         # In every type all ones is NaN.
         raw = torch.full((num_blocks * stride,), 255, dtype=torch.uint8, device=device)
         row = width * dtype.itemsize
@@ -102,15 +107,24 @@ class Layer:
             strides.get(shape.layout, (stride, size * row, row, 1)),
         ).view(dtype)
         isa = "vec" if shape.layout == "cpu" else None
-        paged = PagedKV.of(kv_cache, shape.head_dim, cpu_isa=isa)
+        if int8:
+            paged = PagedKV.of_int8(kv_cache, shape.head_dim, sidecar)
+        else:
+            paged = PagedKV.of(kv_cache, shape.head_dim, cpu_isa=isa)
         order = torch.randperm(num_blocks, generator=rng, device=device).int()
         tables = torch.full((len(counts), max(counts) + 1), NO_BLOCK, device=device).int()
         for f, (length, count) in enumerate(zip(shape.lengths, counts, strict=True)):
             tables[f, :count], order = order[:count], order[count:]
             index = torch.arange(length, device=device)
             block, entry = tables[f, index // size].long(), index % size
-            for cache in (paged.keys, paged.values):
+            for cache, scales in (
+                (paged.keys, paged.key_scales),
+                (paged.values, paged.value_scales),
+            ):
                 data = torch.randn(length, heads, shape.head_dim, generator=rng, device=device)
+                if scales is not None:
+                    cache[block, :, entry], scales[block, :, entry] = quantized(data)
+                    continue
                 kind = torch.uint8 if dtype.itemsize == 1 else dtype
                 cache.view(kind)[block, :, entry] = data.to(dtype).view(kind)
         return cls(shape, raw, paged, shape.index.view(kv_cache, shape.page), tables)
@@ -118,6 +132,8 @@ class Layer:
     def keys(self, request: int, length: int) -> Tensor:
         """(G, length, D) float32."""
         raw = self.paged
+        if raw.key_scales is not None:
+            return raw.dense_keys(self.tables[request], length)
         if raw.keys.dtype.itemsize == 1:  # Not indexed as it is.
             raw = PagedKV(raw.keys.view(torch.uint8), raw.values.view(torch.uint8))
         return raw.dense_keys(self.tables[request], length).view(self.paged.keys.dtype).float()
@@ -172,12 +188,21 @@ SHAPES = [
 
 
 FP8 = replace(SHAPES[4], cache_dtype=torch.float8_e4m3fn)
+# 8-bit integers with scales, which are float32 in all of them.
+INT8 = [
+    replace(SHAPES[3], cache_dtype=torch.int8, spare=32),
+    replace(SHAPES[4], cache_dtype=torch.int8, layout="nhd"),
+    replace(SHAPES[7], cache_dtype=torch.int8),
+    replace(SHAPES[8], cache_dtype=torch.int8, dtype=torch.float16),
+]
 
 
 def label(shape: Shape) -> str:
     method = "fier" if shape.has_codes else "quest"
     heads = f"{shape.heads}of{shape.kv_heads}"
     dtype = str(shape.dtype).removeprefix("torch.")
+    if shape.cache_dtype is not None:
+        dtype += "-over-" + str(shape.cache_dtype).removeprefix("torch.")
     return f"{method}{shape.group}-{heads}x{shape.head_dim}-{shape.layout}-{dtype}"
 
 

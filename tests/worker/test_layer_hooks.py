@@ -62,6 +62,7 @@ def bind(policies: Sequence[str], attention: Any, block_size: int) -> None:
             attn_backend=attention,
             impl=SimpleNamespace(forward=None, head_size=HEAD_DIM),
             kv_cache=caches[name],
+            kv_cache_dtype="auto",
         )
         for name in names
     ]

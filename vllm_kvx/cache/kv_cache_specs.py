@@ -33,6 +33,7 @@ from vllm_kvx.cache.sliding_stage_manager import SlidingStageKVCacheManager
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.indexes.base import PageShape
 from vllm_kvx.indexes.table import INDEXES
+from vllm_kvx.ops.int8.layout import scale_bytes, scales_offset
 from vllm_kvx.policy.layout import Layout, RetrievalLayout
 
 logger = init_logger("vllm.kvx.cache")
@@ -224,6 +225,20 @@ def page_shape(spec: AttentionSpec, sidecar: RetrievalLayout) -> PageShape:
     return PageShape(spec.num_kv_heads, spec.block_size, spec.head_size, sidecar.group)
 
 
+def sidecar_bytes(spec: AttentionSpec, sidecar: RetrievalLayout) -> int:
+    """Bytes of the sidecar in a page of `spec`; ValueError where it has none."""
+    return INDEXES[sidecar.index].page_bytes(page_shape(spec, sidecar))
+
+
+def tail_bytes(spec: AttentionSpec, of_sidecar: int) -> int:
+    """Bytes behind the entries of a page: a sidecar of so many, and the scales of 8-bit entries."""
+    if not spec.kv_quant_mode.is_per_token_head:
+        return of_sidecar
+    entries = spec.unpadded_page_size_bytes
+    begin = scales_offset(entries, of_sidecar)
+    return begin + scale_bytes(spec.num_kv_heads, spec.block_size) - entries
+
+
 class _Pages:
     """Where pages of policy layers have room for a sidecar: all pages of a pool have one size.
 
@@ -258,7 +273,7 @@ class _Pages:
         return replace(spec, block_size=spec.block_size * times, page_size_padded=page)
 
     def _room(self, spec: Any) -> int:
-        return INDEXES[self._sidecar.index].page_bytes(page_shape(spec, self._sidecar))
+        return tail_bytes(spec, sidecar_bytes(spec, self._sidecar))
 
 
 def _change_spec(layer: Attention, change: Callable[[Any, VllmConfig], KVCacheSpec]) -> None:

@@ -19,6 +19,7 @@ from vllm_kvx.cache.kv_cache_specs import (
     FirstStageAttentionSpec,
     LaterStageAttentionSpec,
     SlidingStageSpec,
+    tail_bytes,
 )
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.policy import KVPolicy
@@ -106,7 +107,8 @@ def pool_tokens(config: KVCacheConfig, settings: KVSettings, prompt_len: int) ->
     stock_blocks = usable
     if isinstance(spec, AttentionSpec):
         block = config.kv_cache_tensors[0].size // config.num_blocks
-        sidecars = group_layers * (spec.page_size_bytes - spec.unpadded_page_size_bytes)
+        beside = spec.page_size_bytes - spec.unpadded_page_size_bytes
+        sidecars = group_layers * (beside - tail_bytes(spec, of_sidecar=0))
         stock_blocks = usable * block // (block - sidecars)
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     beside, beside_stock = (

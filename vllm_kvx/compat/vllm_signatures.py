@@ -48,6 +48,13 @@ CLASSES = {
         "vllm_kvx.worker.model_state:PolicyHybridModelState",
         "vllm_kvx.worker.self_drafter:SelfDrafter",
     ),
+    # Where a KV cache of 8-bit integers is served.
+    "int8": (
+        "vllm_kvx.worker.int8_cache.backend:Int8Metadata",
+        "vllm_kvx.worker.int8_cache.backend:Int8MetadataBuilder",
+        "vllm_kvx.worker.int8_cache.backend:Int8AttentionImpl",
+        "vllm_kvx.worker.int8_cache.backend:Int8AttentionBackend",
+    ),
     # The one that runs, too: the other's module may not be importable there.
     "worker": (
         "vllm_kvx.worker.worker:PolicyWorker",
@@ -129,6 +136,12 @@ CALLED = {
         "vllm.v1.worker.gpu.warmup:run_mixed_prefill_decode_warmup",
         "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders",
         "vllm.v1.worker.utils:AttentionGroup.update_draft_decode_metadata",
+    ),
+    "int8": (
+        "vllm.v1.attention.backends.fa_utils:get_flash_attn_version",
+        "vllm.v1.attention.ops.merge_attn_states:merge_attn_states",
+        "vllm.v1.attention.ops.triton_reshape_and_cache_flash:"
+        "triton_reshape_and_cache_flash_per_token_head_quant",
     ),
 }
 
@@ -273,6 +286,7 @@ def all_seams() -> list[Seam]:
         *seams_of("command"),
         *seams_of("server"),
         *seams_of("engine"),
+        *seams_of("int8"),
         *(seam for cls in workers for seam in overrides(cls)),
     ]
 

@@ -2,15 +2,20 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_kvx.policy.policy import KVPolicy
 
 # The policy without a part: stock attention over all entries.
 FULL = "full"
 # Whose entries are stored as they are, whatever scales a checkpoint has.
 UNSCALED = ("bfloat16", "float16")
 FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+# With a scale for each token and KV head; see ``why_not_over``.
+INT8 = "int8_per_token_head"
 # `auto` takes the checkpoint's type.
-KV_CACHE_DTYPES = ("auto", *UNSCALED, *FP8)
+KV_CACHE_DTYPES = ("auto", *UNSCALED, *FP8, INT8)
 _LOSSLESS = (None, "auto", *UNSCALED)
 
 # vLLM's option of the layers that keep the model's dtype, and what it takes beside their numbers.
@@ -76,3 +81,13 @@ def split_dtype(name: str) -> tuple[str, str | None]:
     """Policy and KV cache dtype of a name; None where it leaves that to the engine."""
     policy, _, dtype = name.partition("@")
     return policy, dtype or None
+
+
+def why_not_over(dtype: str | None, policy: "KVPolicy") -> str | None:
+    """Why `policy` does not run over a KV cache of such a dtype; None where it does.
+
+    dtype: one of `KV_CACHE_DTYPES`, or the name of one with the layers that skip it.
+    """
+    if split_skipped(dtype or "auto")[0] != INT8 or policy.keeps_prompts:
+        return None
+    return f"drops or moves entries, or has tokens skip layers, which was never tried over {INT8}"

@@ -39,6 +39,7 @@ from vllm_kvx.server.connector_checks import (
 )
 from vllm_kvx.server.draft_checks import WITH_DRAFTS, WITH_OWN_DRAFTS
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
+from vllm_kvx.server.int8_cache import FULL_OVER_INT8, OVER_INT8, beside_int8, is_int8
 from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
 from vllm_kvx.server.measured_layers import find_measured, parts_of
 from vllm_kvx.server.model_checks import WITH_PROPAGATION, beside_sliding_layers
@@ -92,8 +93,8 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
         vllm_config.additional_config = config
     check_choice(config)
     rows = applying(ALWAYS, vllm_config)
-    if not is_full_alone(config):
-        rows += machinery_rows(vllm_config)
+    alone = is_full_alone(config)
+    rows += applying(FULL_OVER_INT8, vllm_config) if alone else machinery_rows(vllm_config)
     known = list(rows)
     if any(part.unmeasured is not None for part in parts_of(config)):
         # What is measured is where tokens leave.
@@ -207,6 +208,9 @@ def _layout_problems(
     if layout.retain or layout.window or layout.sidecar:
         rows += applying(WITH_RETENTION, vllm_config)
     problems += beside_skipped_layers(vllm_config, settings)
+    if is_int8(vllm_config):
+        rows += applying(OVER_INT8, vllm_config)
+        problems += beside_int8(settings)
     if layout.propagates:
         rows += applying(WITH_PROPAGATION, vllm_config)
         problems += beside_sliding_layers(settings)

@@ -1,7 +1,8 @@
 """Which attention backends a server's policies can use, and that vLLM chooses one of those.
 
 On some GPUs vLLM's first choice is none: FlashInfer on Blackwell, whose pages have no room for a
-sidecar. A backend that was asked for is left as it is, and refused if it cannot work.
+sidecar. A backend that was asked for is left as it is, and refused if it cannot work. Layers whose
+entries are 8-bit integers have one of our own (``int8_cache``).
 """
 
 from collections.abc import Callable, Iterator
@@ -15,11 +16,14 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_kvx.compat.vllm_signatures import check, seams_of
 from vllm_kvx.ops.paged import ATTENTION_BACKENDS, NO_SIDECAR, ONE_PLAN
+from vllm_kvx.policy.cache_dtype import INT8
 from vllm_kvx.policy.layout import Layout
 
 logger = init_logger("vllm.kvx.worker")
 
+_INT8_BACKEND = "vllm_kvx.worker.int8_cache.backend"
 # What is asked for in turn.
 ON_DEVICES = tuple(name for name in ATTENTION_BACKENDS if name != "CPU_ATTN")
 
@@ -43,8 +47,8 @@ def why_unusable(layout: Layout, backend: Any) -> Unusable | None:
             "both at once",
             ATTENTION_BACKENDS,
         )
-    if not (layout.retain or layout.window or layout.sidecar):
-        return None  # Nobody addresses keys.
+    if not (layout.retain or layout.window or layout.sidecar) or _is_ours(backend):
+        return None  # Nobody addresses keys, or it was made for that.
     reasons = {
         "retention and retrieval do not know how attention backend {} lays out keys": (
             lambda each: each not in ATTENTION_BACKENDS
@@ -78,6 +82,8 @@ def choosing_usable(layout: Layout) -> Iterator[None]:
     def get_attn_backend_cls(
         selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
+        if attn_selector_config.kv_cache_dtype == INT8:
+            return _for_int8(attn_selector_config)
         path = stock(selected_backend, attn_selector_config, num_heads)
         if selected_backend is not None or attn_selector_config.attn_type != AttentionType.DECODER:
             return path
@@ -104,3 +110,31 @@ def choosing_usable(layout: Layout) -> Iterator[None]:
         # What was chosen here is no other engine's.
         selector._cached_get_attn_backend.cache_clear()
         del platform.get_attn_backend_cls  # The class has its own.
+
+
+def _is_ours(backend: Any) -> bool:
+    return getattr(backend, "__module__", None) == _INT8_BACKEND
+
+
+def _for_int8(config: Any) -> str:
+    """The path of the backend of our own for layers whose entries are 8-bit integers.
+
+    Raises:
+        ValueError: it cannot run such a layer, or not on this device.
+        RuntimeError: it was not written for this vLLM.
+    """
+    from vllm_kvx.worker.int8_cache.backend import Int8AttentionBackend, register
+
+    check(seams_of("int8"))
+    # None on a CPU.
+    capability: Any = platforms.current_platform.get_device_capability()
+    problems = Int8AttentionBackend.validate_configuration(
+        device_capability=capability, **config._asdict()
+    )
+    if problems:
+        raise ValueError(
+            f"a KV cache of {INT8} under policies: {', '.join(problems)}: set another "
+            "--kv-cache-dtype"
+        )
+    logger.info_once("Layers with a KV cache of %s have an attention backend of vllm-kvx.", INT8)
+    return register()

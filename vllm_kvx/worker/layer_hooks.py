@@ -6,12 +6,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
+from vllm_kvx.cache.kv_cache_specs import sidecar_bytes
+from vllm_kvx.cache.pool_capacity import layer_spec
 from vllm_kvx.models.hooked import HookedModel
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt.chosen_rows import ChosenRows, attend_chosen
 from vllm_kvx.policy.axes import DENSE_LAYERS
+from vllm_kvx.policy.cache_dtype import INT8
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.scores.base import LayerView
 from vllm_kvx.worker.attention_backend import why_unusable
@@ -136,6 +139,11 @@ class LayerHook:
         """Entries of a block of the layer's cache, which is that of the attention kernel."""
         return int(self.layer.kv_cache.shape[2])
 
+    @property
+    def is_int8(self) -> bool:
+        """Whether the layer's entries are integers with a scale for each token and head."""
+        return bool(self.layer.kv_cache_dtype == INT8)
+
     def key_scale(self, paged: PagedKV) -> float:
         """What a stored key is multiplied with to get the key."""
         return float(self.layer._k_scale_float) if paged.keys.dtype.itemsize == 1 else 1.0
@@ -144,6 +152,9 @@ class LayerHook:
         """The layer's cache, addressed entry by entry."""
         layer = self.layer
         kv_cache = layer.kv_cache if kv_cache is None else kv_cache
+        if self.is_int8:
+            of_int8: PagedKV = layer.impl.paged(kv_cache)
+            return of_int8
         if kv_cache.dtype == torch.uint8:
             e5m2 = layer.kv_cache_dtype == "fp8_e5m2"
             kv_cache = kv_cache.view(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn)
@@ -167,7 +178,8 @@ class LayerHooks:
     layers: the worker's with full attention, in order; by_number: the same, by their number among
     all. sliding: by name, the numbers of the decoder's other layers, if passes know of them;
     windows: their hooks, if tokens may be selected. work: for the prompts in the pass; None outside
-    of one with work. scratch_bytes: what a layer's work may take for a moment. is_bound: whether
+    of one with work. scratch_bytes: what a layer's work may take for a moment. kept: what has to
+    outlive vLLM's sleep. is_bound: whether
     vLLM has given the layers their caches; before, it runs them only to see how much memory they
     take.
     retrieval: of the server, if it retrieves; retrieval_pass: what the running pass retrieves.
@@ -191,6 +203,7 @@ class LayerHooks:
         self.dtype = dtype
         self.work: LayerWork | None = None
         self.scratch_bytes, self.is_bound = 0, False
+        self.kept: list[Tensor] = []
         self.retrieval: Retrieval | None = None
         self.retrieval_pass: RetrievalPass | None = None
         self.layers = [
@@ -240,6 +253,11 @@ class LayerHooks:
         for hook in self.layers:
             hook.group = names[hook.layer.layer_name]
             attention: Any = hook.layer.attn_backend
+            if hook.is_int8:
+                assert layout.sidecar is not None
+                spec = layer_spec(groups[hook.group])
+                assert isinstance(spec, AttentionSpec)
+                hook.layer.impl.sidecar_bytes = sidecar_bytes(spec, layout.sidecar)
             if (unusable := why_unusable(layout, attention)) is not None:
                 raise RuntimeError(str(unusable))
             if not addressed:

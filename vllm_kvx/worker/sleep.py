@@ -37,6 +37,7 @@ class SleepingBuffers:
 def _kept(state: PolicyModelState) -> list[Tensor]:
     kept = [state.stored_lens, state.memory.moved]
     kept += [hook.value_factors for hook in state.hooks.layers if hook.value_factors is not None]
+    kept += state.hooks.kept
     if state.retrieval is not None:
         kept += state.retrieval.kept_buffers
     return kept

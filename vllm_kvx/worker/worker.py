@@ -22,6 +22,7 @@ from vllm_kvx.worker.batch import to_device
 from vllm_kvx.worker.draft_room import widen_compiled_range
 from vllm_kvx.worker.graph_sets import capture_sets
 from vllm_kvx.worker.handed_over import hand_over_entries
+from vllm_kvx.worker.int8_cache.room import read_all, room_of
 from vllm_kvx.worker.model_state import PolicyHybridModelState, PolicyModelState
 from vllm_kvx.worker.prefill.lookahead import Draft, run_draft
 from vllm_kvx.worker.row_graphs import capture_row_graphs
@@ -90,6 +91,10 @@ class _PolicyWorking(_Base):
             )
         hooks = runner.model_state.hooks
         hooks.scratch_bytes += sum(hook.carried_bytes for hook in hooks.windows)
+        layers = [hook.layer for hook in hooks.layers]
+        hooks.scratch_bytes += room_of(layers, hooks.dtype, config)
+        if (retrieval := runner.model_state.retrieval) is not None:
+            hooks.kept += read_all(layers, retrieval.scratch, config.model_config.max_model_len)
         _keep_prompts_off_graphs(runner)
         capture_sets(runner, runner.model_state.retrieval, runner.model_state.waiting)
         if runner.model_state.retrieval is not None or not layout.keeps_prompts:

@@ -240,10 +240,17 @@ def poison_free_blocks(engine: Any) -> None:
 
 
 def fill_free_blocks(engine: Any, byte: int) -> None:
-    """Overwrites every byte of all free blocks of an idle engine with an 8-bit KV cache."""
+    """Overwrites every byte of all free blocks of an idle engine with an 8-bit KV cache.
+
+    Of what lies beside the entries, scales are overwritten: by NaN.
+    """
     free = [b.block_id for b in engine.pool.blocks if not (b.ref_cnt or b.is_null)]
     for hook in model_state(engine).hooks.layers:
         hook.layer.kv_cache.view(torch.uint8)[free] = byte
+        paged = hook.paged()
+        for scales in (paged.key_scales, paged.value_scales):
+            if scales is not None:
+                scales[free] = torch.nan
 
 
 def cache_dtypes(engine: Any) -> list[torch.dtype]:

@@ -46,7 +46,9 @@ def test_each_cache_has_an_engine_of_its_own() -> None:
     # Two names of one dtype are one, and vLLM's quantized KV caches run `full`.
     twice = read_policies(["fier-64@fp8_e4m3", "fier-64@fp8"], 8)
     assert names_in(twice) == ["full", "fier-64@fp8"]
-    assert "full@int8_per_token_head" in names_in(read_policies(["full@int8_per_token_head"], 8))
+    over_int8 = [f"{name}@int8_per_token_head" for name in ("full", "fier-64", "quest-64")]
+    over_int8 += ["fier-64@int8_per_token_head-skip-0-1"]
+    assert names_in(read_policies(over_int8, 8)) == ["full", *over_int8]
     of_original = {row.of_original(): policy for row, policy in policies.items()}
     assert [len(rows) for rows in grouped(of_original, 8)] == [2, 2, 1]
 

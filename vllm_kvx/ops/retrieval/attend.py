@@ -13,6 +13,10 @@ from vllm_kvx.ops.softmax import capped, factors
 ATTEND_PROGRAMS = 256
 MAX_SPLITS = 32
 _TILE = 64
+# What weights with the scales of values in them are multiplied by, before they are rounded to 16
+# bits: a power of two by which float16 holds those of the smallest values (``LEAST_SCALE``) and of
+# the largest that it holds at all.
+WEIGHT_FACTOR = 64.0
 
 
 def attend(
@@ -36,13 +40,17 @@ def attend(
 ) -> None:
     """Softmax attention of each row over the units listed for it; other rows stay as they are.
 
+    Entries of 8-bit integers are read as they are: a product is multiplied by its key's scale, a
+    weight by its value's.
+
     Args:
         query: (N, H, D); out: (N, H, D), written at the rows' tokens.
         block_table: (B, max_blocks) int32.
         indices: (R, G, K) int32 units, counts: (R, G) int32; see ``topk``.
         partial: (R, H, splits, D) float32, partial_lse: (R, H, splits) float32, scratch.
         unit: tokens per unit. key_scale, value_scale: what an fp8 cache's entries are multiplied
-            with. splits: programs that share a row and head.
+            with; beside the scales of `paged`, if it has some. splits: programs that share a row
+            and head.
         soft_cap: of the logits, above 0; sinks: (H,), any float dtype; see ``equations.softmax``.
             None where the model's attention has none.
     """
@@ -50,10 +58,13 @@ def attend(
     kv_heads, num_rows = paged.num_heads, rows.lens.shape[0]
     share = heads // kv_heads
     keys, values = paged.keys, paged.values
+    key_scales, value_scales = paged.key_scales, paged.value_scales
     _attend_kernel[(splits, kv_heads, num_rows)](
         query,
         keys,
         values,
+        key_scales,
+        value_scales,
         block_table,
         rows.tokens,
         rows.requests,
@@ -63,11 +74,13 @@ def attend(
         partial,
         partial_lse,
         *factors(scale * key_scale, soft_cap),
-        value_scale,
+        value_scale if value_scales is None else value_scale / WEIGHT_FACTOR,
         query.stride(0),
         query.stride(1),
         *keys.stride(),
         *values.stride(),
+        *((0, 0, 0) if key_scales is None else key_scales.stride()),
+        *((0, 0, 0) if value_scales is None else value_scales.stride()),
         block_table.stride(0),
         indices.shape[2],
         splits,
@@ -77,6 +90,7 @@ def attend(
         PADDED=max(16, triton.next_power_of_2(share)),
         UNIT=unit,
         TILE=_TILE,
+        FACTOR=WEIGHT_FACTOR,
         EXACT=query.dtype == torch.float32,
         num_warps=4,
     )
@@ -100,6 +114,8 @@ def _attend_kernel(
     query,
     keys,
     values,
+    key_scales,
+    value_scales,
     block_table,
     row_tokens,
     row_requests,
@@ -121,6 +137,12 @@ def _attend_kernel(
     value_head_stride,
     value_slot_stride,
     value_dim_stride,
+    key_scale_block_stride,
+    key_scale_head_stride,
+    key_scale_slot_stride,
+    value_scale_block_stride,
+    value_scale_head_stride,
+    value_scale_slot_stride,
     table_stride,
     max_units,
     splits,
@@ -130,6 +152,7 @@ def _attend_kernel(
     PADDED: tl.constexpr,
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
+    FACTOR: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     split = tl.program_id(0)
@@ -155,6 +178,9 @@ def _attend_kernel(
     peak = tl.full((PADDED,), float("-inf"), tl.float32)
     mass = tl.zeros((PADDED,), tl.float32)
     total = tl.zeros((PADDED, D), tl.float32)
+    if key_scales is not None:
+        key_scale_base = key_scales + head.to(tl.int64) * key_scale_head_stride
+        value_scale_base = value_scales + head.to(tl.int64) * value_scale_head_stride
     key_base = keys + head.to(tl.int64) * key_head_stride
     value_base = values + head.to(tl.int64) * value_head_stride
     for start in range(begin, end, TILE):
@@ -174,7 +200,12 @@ def _attend_kernel(
             s = tl.dot(q, tl.trans(key.to(tl.float32)), input_precision="ieee")
         else:
             s = tl.dot(q, tl.trans(key.to(q.dtype)))
-        s = s * scale
+        if key_scales is not None:
+            scale_at = block * key_scale_block_stride + slot * key_scale_slot_stride
+            of_key = tl.load(key_scale_base + scale_at, mask=inside, other=0.0)
+            s = s * (scale * of_key)[None, :]
+        else:
+            s = s * scale
         if soft_cap is not None:
             s = capped(s, soft_cap)
         s = tl.where(inside[None, :], s, float("-inf"))
@@ -183,6 +214,10 @@ def _attend_kernel(
         fade = tl.exp(peak - higher)
         mass = mass * fade + tl.sum(p, axis=1)
         total = total * fade[:, None]
+        if key_scales is not None:
+            scale_at = block * value_scale_block_stride + slot * value_scale_slot_stride
+            of_value = tl.load(value_scale_base + scale_at, mask=inside, other=0.0)
+            p = p * (FACTOR * of_value)[None, :]
         if EXACT:
             total += tl.dot(p, value.to(tl.float32), input_precision="ieee")
         else:
@@ -254,8 +289,7 @@ def attend_reference(
         sinks: (H / G,), of these heads; None without.
     Returns: (H / G, D) float32.
     """
-    blocks, slots = block_table[index // paged.block_size].long(), index % paged.block_size
-    keys = paged.keys[blocks, 0, slots].float() * key_scale
-    values = paged.values[blocks, 0, slots].float() * value_scale
+    keys = paged.keys_at(block_table, index)[:, 0].float() * key_scale
+    values = paged.values_at(block_table, index)[:, 0].float() * value_scale
     logits = capped_reference(query.float() @ keys.T * scale, soft_cap)
     return softmax(logits, sinks) @ values

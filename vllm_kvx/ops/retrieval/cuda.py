@@ -325,13 +325,15 @@ def attend(
     overlap: bool = False,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> None:
     """Attention over the selected units only, exact.
 
     Args:
         q: (N, H, D) float16 or bfloat16.
-        keys, values: (blocks, G, block_size, D) of the same strides, dtype of q, float8_e4m3fn or
-            float8_e5m2.
+        keys, values: (blocks, G, block_size, D) of the same strides, dtype of q, float8_e4m3fn,
+            float8_e5m2 or int8.
         indices, counts: as ``select`` left them; entries past a row's length do not count.
         partial_out: (R, H, splits, D) float32, partial_lse: (R, H, splits) float32: scratch.
         tickets: (R, G) int32, zero, and again afterwards.
@@ -342,6 +344,9 @@ def attend(
             do, at most; a row and KV head has one at least.
         overlap: see OVERLAP_ROWS; only behind ``select`` on the same stream.
         soft_cap: of the logits, above 0. sinks: (H,), float32 or the dtype of q. None without.
+        key_scales, value_scales: (blocks, G, block_size) float32 of the same strides, what each
+            entry's numbers are multiplied by: of int8, and of no other dtype. Then keys and values
+            lie side by side, and so do their scales, as in ``PagedKV.of_int8``.
     """
     torch.ops.vllm_kvx.kvx_attend(
         q,
@@ -366,4 +371,6 @@ def attend(
         overlap,
         soft_cap or 0.0,
         sinks,
+        key_scales,
+        value_scales,
     )

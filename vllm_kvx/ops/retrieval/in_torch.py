@@ -56,7 +56,7 @@ def retrieve_in_torch(
             heads = slice(g * share, (g + 1) * share)
             out[token, heads] = attend_reference(
                 query[token, heads],
-                PagedKV(paged.keys[:, g : g + 1], paged.values[:, g : g + 1]),
+                paged.of_head(g),
                 table,
                 entries[entries < length],
                 scale,

@@ -146,8 +146,8 @@ class Sidecar:
 def keys_of_groups(paged: PagedKV, block_table: Tensor, begin: int, end: int, group: int) -> Tensor:
     """Copies out one request's keys in the n groups [begin, end): (G, n * group, D).
 
-    block_table: (blocks,) integers, the request's blocks. group: keys in a group.
+    block_table: (blocks,) integers, the request's blocks. group: keys in a group. Keys of 8-bit
+    integers come as what they stand for.
     """
     token = torch.arange(begin * group, end * group, device=paged.keys.device)
-    blocks, slots = block_table[token // paged.block_size].long(), token % paged.block_size
-    return paged.keys[blocks, :, slots].transpose(0, 1)
+    return paged.keys_at(block_table, token).transpose(0, 1)

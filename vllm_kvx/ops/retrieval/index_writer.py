@@ -14,8 +14,9 @@ from vllm_kvx.ops.retrieval.index_layout import Sidecar
 class SidecarWriter:
     """Quantises groups of several layers in one launch, or in one for each kind of page.
 
-    Layers may skip a quantized KV cache, and have pages of another dtype and size. The pages'
-    addresses are fixed once vLLM has allocated its cache.
+    Layers may skip a quantized KV cache, and have pages of another dtype and size. Of keys in 8-bit
+    integers, what they stand for is quantised. The pages' addresses are fixed once vLLM has
+    allocated its cache.
     """
 
     def __init__(
@@ -34,7 +35,10 @@ class SidecarWriter:
         for number, (paged, sidecar) in enumerate(layers):
             keys = paged.keys
             kind = keys.dtype, keys.stride(), sidecar.codes.stride(), sidecar.scales.stride()
-            kinds.setdefault(kind, []).append(number)
+            of_keys = paged.key_scales
+            kinds.setdefault((*kind, None if of_keys is None else of_keys.stride()), []).append(
+                number
+            )
         self._writers = [
             _AlikeWriter(
                 [layers[number] for number in numbers],
@@ -88,6 +92,10 @@ class _AlikeWriter:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
         self._key_ptrs = column([k.data_ptr() for k in keys])
+        of_keys = [paged.key_scales for paged, _ in layers]
+        self._key_scale_ptrs = None
+        if of_keys[0] is not None:
+            self._key_scale_ptrs = column([s.data_ptr() for s in of_keys if s is not None])
         self._code_ptrs = column([s.codes.data_ptr() for _, s in layers])
         self._scale_ptrs = column([s.scales.data_ptr() for _, s in layers])
         self._groups = column(list(groups))
@@ -106,9 +114,11 @@ class _AlikeWriter:
         shape, keys = self.sidecar.shape, self.paged.keys
         codes, scales = self.sidecar.codes, self.sidecar.scales
         dummy = torch.empty(1, dtype=keys.dtype, device=keys.device)
+        key_scales = self.paged.key_scales
         _write_groups_kernel[(full_groups.shape[0], shape.num_kv_heads, count)](
             full_groups,
             self._key_ptrs,
+            self._key_scale_ptrs,
             self._code_ptrs,
             self._scale_ptrs,
             self._groups,
@@ -120,6 +130,7 @@ class _AlikeWriter:
             keys.stride(1),
             keys.stride(2),
             keys.stride(3),
+            *((0, 0, 0) if key_scales is None else key_scales.stride()),
             codes.stride(0),
             codes.stride(1),
             scales.stride(0),
@@ -137,6 +148,7 @@ class _AlikeWriter:
 def _write_groups_kernel(
     full_groups,
     key_ptrs,
+    key_scale_ptrs,
     code_ptrs,
     scale_ptrs,
     layer_groups,
@@ -148,6 +160,9 @@ def _write_groups_kernel(
     key_head_stride,
     key_slot_stride,
     key_dim_stride,
+    key_scale_block_stride,
+    key_scale_head_stride,
+    key_scale_slot_stride,
     code_block_stride,
     code_head_stride,
     scale_block_stride,
@@ -174,6 +189,10 @@ def _write_groups_kernel(
     keys = tl.load(key_ptrs + layer).to(tl.pointer_type(dummy.dtype.element_ty))
     keys += block * key_block_stride + head * key_head_stride
     token = tl.arange(0, GROUP)
+    if key_scale_ptrs is not None:
+        of_keys = tl.load(key_scale_ptrs + layer).to(tl.pointer_type(tl.float32))
+        of_keys += block * key_scale_block_stride + head * key_scale_head_stride
+        key_scale = tl.load(of_keys + (slot + token) * key_scale_slot_stride)
     WORDS: tl.constexpr = D // 32 if HAS_CODES else 1
     # Word by word, its even and its odd channels apart: a group of 256 tokens with 256 channels
     # would not fit into registers.
@@ -188,6 +207,8 @@ def _write_groups_kernel(
             channel = word * CHANNELS + pair * 2 + odd
             at = (slot + token)[:, None] * key_slot_stride + channel[None, :] * key_dim_stride
             key = tl.load(keys + at).to(tl.float32)
+            if key_scale_ptrs is not None:
+                key = key * key_scale[:, None]
             high = tl.max(key, axis=0)
             low = tl.min(key, axis=0)
             zero = (high + low) / 2

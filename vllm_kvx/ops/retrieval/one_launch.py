@@ -45,6 +45,8 @@ def pays(attention: Any) -> bool:
     shared = os.environ.get(_MPS_SHARE, "100") != "100"
     kv_heads, share = attention.num_kv_heads, attention.num_heads // attention.num_kv_heads
     measured = kv_heads in KV_HEADS and share <= SHARE and attention.head_size in HEAD_DIMS
+    # It reads entries of the queries' dtype alone.
+    measured = measured and not attention.kv_cache_dtype.endswith("per_token_head")
     return wanted == "1" and not shared and measured
 
 

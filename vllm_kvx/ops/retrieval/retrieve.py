@@ -327,6 +327,8 @@ def steps(
             overlap and scratch.backends.score == "cuda" and not chosen,
             soft_cap,
             sinks,
+            paged.key_scales,
+            paged.value_scales,
         )
 
     def score_in_triton() -> None:

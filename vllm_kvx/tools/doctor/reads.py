@@ -32,7 +32,8 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
         layout.reduction,
         INDEXES[layout.index].cuda_reductions,
     )
-    head_bytes = 2 * sizes.head_dim * sizes.entry_bytes
+    # As a worker counts them: see ``worker.decode.room.entry_bytes``.
+    head_bytes = 2 * sizes.head_dim * (2 if sizes.scale_bytes else sizes.entry_bytes)
     machine = backends.score, layout.reduction, sizes.kv_heads, head_bytes
     num_reqs = context.vllm_config.scheduler_config.max_num_seqs
     states = model.is_hybrid

@@ -22,6 +22,7 @@ from vllm_kvx.tools.doctor.weights import element_bytes, weights_bytes
 from vllm_kvx.tools.kv_layers import KVLayers
 
 GIB = 2**30
+_FLOAT32 = 4
 # vLLM's defaults, for where it cannot be asked.
 _BLOCK_SIZE, _MEMORY_SHARE = 16, 0.92
 
@@ -32,7 +33,8 @@ class Sizes:
 
     layers: of the model. kv_heads, head_dim: of its cache. hidden: of its states.
     entry_bytes: of one number in the cache, but in `skipping` layers, which skip a quantized one
-        and have `state_bytes`. state_bytes: of one number of a hidden state.
+        and have `state_bytes`. scale_bytes: of the scales of a head's key and value, where each has
+        its own. state_bytes: of one number of a hidden state.
     block_size: tokens of a KV block. longest: tokens of the longest prompt. step: tokens of a step.
     memory_share: of a GPU's memory that vLLM takes. ranks: tensor parallel.
     kv_layers: what its layers hold, where some slide or keep a state; else None.
@@ -53,6 +55,7 @@ class Sizes:
     from_server: bool
     kv_layers: KVLayers | None = None
     skipping: int = 0
+    scale_bytes: int = 0
 
     @classmethod
     def of(cls, context: Context) -> "Sizes":
@@ -85,6 +88,7 @@ class Sizes:
             ranks=config.parallel_config.tensor_parallel_size,
             from_server=True,
             skipping=len(skipped_layers(config)),
+            scale_bytes=2 * _FLOAT32 if cache.cache_dtype.endswith("per_token_head") else 0,
         )
         token = sizes.page_bytes() / sizes.block_size
         states = _state_bytes(config)
@@ -119,8 +123,10 @@ class Sizes:
 
     def page_bytes(self) -> float:
         """Bytes of a layer's keys and values in one block, in stock vLLM, on average."""
-        more = (self.state_bytes - self.entry_bytes) * self.skipping / self.layers
-        return 2 * self.block_size * self.kv_heads * self.head_dim * (self.entry_bytes + more)
+        skipping = self.skipping / self.layers
+        more = (self.state_bytes - self.entry_bytes) * skipping
+        entry = 2 * self.head_dim * (self.entry_bytes + more) + self.scale_bytes * (1 - skipping)
+        return self.block_size * self.kv_heads * entry
 
     def sidecar_bytes(self, layout: Layout) -> int:
         """Bytes that a page holds besides, for retrieval.

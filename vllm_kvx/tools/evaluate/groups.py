@@ -11,6 +11,7 @@ from vllm_kvx.policy.cache_dtype import (
     is_dtype_name,
     split_dtype,
     split_skipped,
+    why_not_over,
     with_skipped,
 )
 from vllm_kvx.policy.layout import layout_of
@@ -70,6 +71,8 @@ def _check_dtype(name: str, policy: KVPolicy, dtype: str | None) -> None:
             f"write one of {', '.join(taken)}, or one with the layers that it leaves as they are, "
             "such as fp8-skip-0-1"
         )
+    if (why := why_not_over(dtype, policy)) is not None:
+        raise PolicyError(f"{name!r}: {policy} {why}: write {split_dtype(name)[0]}@fp8")
 
 
 def _check_skipped(name: str, policy: KVPolicy, num_layers: int, slides: bool) -> None:

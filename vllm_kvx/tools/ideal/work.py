@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
-from vllm_kvx.policy.cache_dtype import split_skipped
+from vllm_kvx.policy.cache_dtype import INT8, split_skipped
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.reuse import layer_chooses
@@ -23,9 +23,10 @@ from vllm_kvx.tools.ideal.shape import Shape
 T = TypeVar("T")
 # Entries of a KV block where whole blocks stay: vLLM's default.
 BLOCK_SIZE = 16
-# Bytes of a cached value by vLLM's `--kv-cache-dtype`. Those that quantise by token and head also
-# store scales; they are left out, and so have no ideal.
+# Bytes of a cached value by vLLM's `--kv-cache-dtype`; `INT8` has scales besides. Others that
+# quantise by token and head are left out, and so have no ideal.
 KV_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -241,15 +242,24 @@ def decode_bytes(
     return weights * weight_bytes + batch * entries * 2 * shape.kv_heads * shape.head_dim
 
 
-def entry_bytes(dtype: str | None, weight_bytes: float = 2) -> float | None:
-    """Bytes of a cached value; None or `auto`: the model's dtype. None where it is not known."""
+def entry_bytes(
+    dtype: str | None, weight_bytes: float = 2, head_dim: int | None = None
+) -> float | None:
+    """Bytes of a cached value; None or `auto`: the model's dtype. None where it is not known.
+
+    head_dim: values that share a scale, where the dtype has one for each token and head.
+    """
+    if dtype == INT8:
+        return None if head_dim is None else 1 + _SCALE_BYTES / head_dim
     return weight_bytes if dtype in (None, "auto") else KV_BYTES.get(dtype)
 
 
-def mean_entry_bytes(name: str | None, num_layers: int) -> float | None:
+def mean_entry_bytes(
+    name: str | None, num_layers: int, head_dim: int | None = None
+) -> float | None:
     """The same on average, where some layers may skip the cache: `fp8-skip-0-1`."""
     dtype, skipped = split_skipped(name or "auto")
-    most, whole = entry_bytes(dtype), entry_bytes("auto")
+    most, whole = entry_bytes(dtype, head_dim=head_dim), entry_bytes("auto")
     if most is None or whole is None:
         return None
     return most + (whole - most) * len(skipped) / num_layers

@@ -85,8 +85,7 @@ def run(args: argparse.Namespace) -> None:
     if not args.no_save and (problem := cache_problem(records.FOLDER)):
         raise ToolError(f"{problem}, or give --no-save")
 
-    context = text_config.get("max_position_embeddings")
-    if not context:
+    if not (context := text_config.get("max_position_embeddings")):
         raise ToolError("the model's configuration does not say how long its context is")
     suite = suite_of(args, own, context)
     load = functools.partial(load_tokenizer, args.model, args.revision)
@@ -103,8 +102,8 @@ def run(args: argparse.Namespace) -> None:
             f"context has {context}: leave that prompt out"
         )
     workload = Workload(args.input or questions.median, args.output, args.concurrency)
-    server = server_for(args, text_config)
-    facts = model_facts(identity, text_config)
+    facts = model_facts(identity, text_config, dtype_in(args.engine_args))
+    server = server_for(args, text_config, facts.head_dim)
     names, left_out = (args.policies, []) if args.policies else names_for(facts)
     ladder, more = candidates(
         names, facts, suite.longest_answer, lambda name: gains_of(name, workload, server)
@@ -186,7 +185,9 @@ def suite_of(args: argparse.Namespace, own: OwnPrompts | None, context: int) -> 
     return replace(suite, lengths=(length,))
 
 
-def model_facts(identity: ModelIdentity, text_config: Mapping[str, Any]) -> ModelFacts:
+def model_facts(
+    identity: ModelIdentity, text_config: Mapping[str, Any], kv_cache_dtype: str | None = None
+) -> ModelFacts:
     """What decides which policies a model can run.
 
     Raises:
@@ -208,12 +209,11 @@ def model_facts(identity: ModelIdentity, text_config: Mapping[str, Any]) -> Mode
         return replace(part, **found.values(wanted))
 
     tuned = read_tuned(identity.directory) if identity.directory is not None else None
-    return ModelFacts(
-        text_config, limits, HEAD_DIMS, with_layer, None if tuned is None else tuned.policy
-    )
+    of_weights = None if tuned is None else tuned.policy
+    return ModelFacts(text_config, limits, HEAD_DIMS, with_layer, of_weights, kv_cache_dtype)
 
 
-def server_for(args: argparse.Namespace, text_config: Mapping[str, Any]) -> Server:
+def server_for(args: argparse.Namespace, text_config: Mapping[str, Any], head_dim: int) -> Server:
     """What gains are counted for.
 
     Raises:
@@ -224,7 +224,7 @@ def server_for(args: argparse.Namespace, text_config: Mapping[str, Any]) -> Serv
     here = None if on_cpu() else torch.cuda.get_device_name()
     weights = quantized_bytes(text_config) if text_config.get("quantization_config") else 2.0
     dtype = dtype_in(args.engine_args)
-    if (kv := mean_entry_bytes(dtype, text_config["num_hidden_layers"])) is None:
+    if (kv := mean_entry_bytes(dtype, text_config["num_hidden_layers"], head_dim)) is None:
         raise ToolError(f"gains over a KV cache of {dtype} cannot be counted: leave it out")
     return server_of(text_config, args.device, here, weights, kv)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from vllm_kvx.config.policy_layers import is_full, layer_kinds, windows_by_config
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.beside_windows import beside_windows
+from vllm_kvx.policy.cache_dtype import why_not_over
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
@@ -54,6 +55,7 @@ class ModelFacts:
     config: of the text model. limits: what keeps policies from it, in words, and whether that keeps
     only those from it that propagate. head_dims: those that retrieval knows.
     tuned: the policy that its weights were tuned for; None if for none.
+    kv_cache_dtype: that engines are given, as names have it; None where they are given none.
     """
 
     config: Mapping[str, Any]
@@ -61,6 +63,7 @@ class ModelFacts:
     head_dims: Sequence[int]
     with_layer: WithLayer
     tuned: str | None = None
+    kv_cache_dtype: str | None = None
 
     @property
     def layers(self) -> int:
@@ -151,6 +154,8 @@ def _problems(policy: KVPolicy, facts: ModelFacts, longest_answer: int) -> Itera
             f"it drops nothing before {policy.num_generated} tokens, and no answer is longer: "
             "--tasks long_answers, or --prompts with long answers, would tell"
         )
+    if (why := why_not_over(facts.kv_cache_dtype, policy)) is not None:
+        yield f"it {why}"
     for said, only_propagation in facts.limits:
         if not only_propagation or policy.propagate is not None:
             yield said

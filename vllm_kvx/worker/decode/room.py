@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from vllm_kvx.ops.retrieval.rows import room_of
+from vllm_kvx.policy.cache_dtype import INT8
 from vllm_kvx.policy.storage import IntArray
 from vllm_kvx.worker.decode.step import HookedLayer
 
@@ -38,8 +39,15 @@ def capacity_of(
 
 
 def entry_bytes(layers: Sequence[HookedLayer]) -> int:
-    """Bytes of one KV head's key and value in most layers: some may skip a quantized cache."""
-    sizes = [each.layer.kv_cache_torch_dtype.itemsize for each in layers]
+    """Bytes of one KV head's key and value in most layers: some may skip a quantized cache.
+
+    Entries of 8 bits with scales count as 16: layers take about as long, whether they read all of
+    them or some (docs/notebook/int8-cache.md).
+    """
+    sizes = [
+        2 if each.layer.kv_cache_dtype == INT8 else each.layer.kv_cache_torch_dtype.itemsize
+        for each in layers
+    ]
     return int(2 * layers[0].layer.impl.head_size * mode(sizes))
 
 

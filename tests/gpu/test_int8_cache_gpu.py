@@ -1,0 +1,68 @@
+"""A cache of 8-bit integers with scales, compiled and under CUDA graphs. Skipped without a GPU."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from reference.fier import Retrieve
+from reference.masked import storing
+from support.engine import running
+from support.expected import FULL, Read, named
+from support.gpu import COMPILED
+from support.inside import cache_dtypes, count_graph_replays
+from support.int8 import NAME, rounded
+from support.models import LOOKUP
+from support.parity import ask, assert_parity, in_turn, room_for
+from support.prompts import EDGES, lookups, prompts_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+POLICIES = ["full", "fier-128:dense_below=0", "fier-64:dense_below=0"]
+PAGES = {"block_size": 32, "kv_cache_dtype": NAME}
+
+
+@pytest.mark.parametrize("skipped", [(), ("0", "1")], ids=["all", "skipping"])
+def test_checkpoint_answers(skipped: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks that FlashAttention reads in slices, and again after a prefix hit."""
+    from vllm_kvx.worker.int8_cache import pieces
+
+    monkeypatch.setattr(pieces, "SLICE", 256)
+    prompts, expected, decode = lookups(100, values=3)
+    score, cached = {}, 0
+    options = COMPILED | PAGES | {"max_num_batched_tokens": 600, "max_num_seqs": 64}
+    options |= {"dtype": "bfloat16", "enable_prefix_caching": True}
+    if skipped:
+        options["kv_cache_dtype_skip_layers"] = list(skipped)
+    with running(LOOKUP, POLICIES[0], config={"kv_layout": POLICIES}, **options) as engine:
+        counts, dtypes = count_graph_replays(engine), cache_dtypes(engine)
+        for name in POLICIES:
+            # Backwards, since the pool holds the last ones alone.
+            for turn, step in (("", 1), (" again", -1)):
+                each = [name] * len(prompts)
+                answers = engine.generate(prompts[::step], max_tokens=4, policies=each)
+                wanted = expected[::step]
+                right = [decode(a.tokens) == e for a, e in zip(answers, wanted, strict=True)]
+                score[name + turn] = sum(right) / len(right)
+                cached += sum(answer.cached for answer in answers)
+        engine.assert_idle()
+    print(json.dumps({"accuracy": score, "replays": dict(counts), "cached": cached}))
+    assert dtypes == [torch.bfloat16] * len(skipped) + [torch.int8] * (8 - len(skipped))
+    assert cached and counts["full"]
+    assert min(score.values()) >= 0.9, score
+
+
+def test_parity_compiled(tiny: Callable[..., Path]) -> None:
+    """In float32, where vLLM's kernel reads prompts, too. A number may be rounded either way."""
+    model = tiny(head_dim=64, hidden=128)
+    policies = [FULL, Read(Retrieve(64))]
+    prompts = prompts_of((*EDGES, 300, 700))
+    each = in_turn(policies, len(prompts))
+    config = room_for(policies)
+    options = COMPILED | PAGES | {"dtype": "float32", "max_num_seqs": 32}
+    with running(model, named(policies[0]), config=config, **options) as engine:
+        answers = ask(engine, prompts, each, max_tokens=8)
+        engine.assert_idle()
+    with storing(lambda *stored: rounded(stored[2])):
+        assert_parity(model, answers, each, most=2, least=0.5, atol=2e-2)
