@@ -58,7 +58,8 @@ RULES = {
         (
             *("policy", "records", "cache", "config", "errors"),
             *("compat.wrapping", "compat.cpu_mode"),
-            *("ops.retrieval.backends", "ops.retrieval.cuda", "ops.paged"),
+            *("ops.retrieval.backends", "ops.retrieval.cuda", "ops.retrieval.one_launch"),
+            "ops.paged",
         ),
         "says at start what runs, and which operators there are",
     ),

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import inside
 from support.refused import Connector, OfLMCache, ThroughHost, changed
 from vllm.config import CacheConfig
 from vllm.platforms import current_platform
@@ -15,6 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_kvx.ops import library
 from vllm_kvx.policy.layout import RetrievalLayout, layout_of
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.server.retrieval_checks import block_size_problems, ops_problems
 from vllm_kvx.server.start_checks import WITH_RETRIEVAL
 from vllm_kvx.server.start_refusal import reasons
 
@@ -124,6 +124,15 @@ def test_retrieval_ops_that_there_are_not(make_config, monkeypatch, ops: str, na
         make_config("fier-64", dtype="float32")
 
 
+def test_one_launch_is_on_or_off(make_config, monkeypatch) -> None:
+    monkeypatch.setenv("KVX_RETRIEVAL_ONE_LAUNCH", "no")
+    with pytest.raises(ValueError, match=r"KVX_RETRIEVAL_ONE_LAUNCH must be 0, .* got 'no'"):
+        make_config("fier-64", dtype="float32")
+    for works in ("0", "1", ""):
+        monkeypatch.setenv("KVX_RETRIEVAL_ONE_LAUNCH", works)
+        assert not ops_problems()
+
+
 def test_cuda_ops_on_a_gpu_must_be_built(monkeypatch, tmp_path) -> None:
     """Found out without CUDA, which the API server's process must not initialise."""
     monkeypatch.setenv("KVX_RETRIEVAL_OPS", "cuda")
@@ -133,14 +142,14 @@ def test_cuda_ops_on_a_gpu_must_be_built(monkeypatch, tmp_path) -> None:
     built.parent.mkdir()
     monkeypatch.setattr(library, "LIBRARY", built)
     monkeypatch.setenv("KVX_CACHE_ROOT", str(cache))
-    (found,) = inside.ops_problems()
+    (found,) = ops_problems()
     assert f"CUDA ops are not built in {built.parent} or {cache}/ops/" in found
     assert found.endswith("run `vllm-kvx build-ops`, or unset it")
     built.write_text(library.record("0123456789abcdef", ("90a",)))
-    (found,) = inside.ops_problems()
+    (found,) = ops_problems()
     assert f"{built} is built from other sources than this vllm-kvx: run `vllm-kvx" in found
     built.write_text(library.record(library.key_of(), ("90a",)))
-    assert inside.ops_problems() == []
+    assert ops_problems() == []
 
 
 def test_retrieval_knows_few_head_dimensions(make_config, model_dir) -> None:
@@ -168,7 +177,7 @@ def test_blocks_become_whole_groups(make_config, policy: str, size: int) -> None
     for stock, taken in ((16, size), (4 * size, 4 * size)):
         cache_config = CacheConfig()
         config = SimpleNamespace(cache_config=cache_config)
-        assert inside.block_size_problems(config, sidecar_of(policy).group, stock) == []
+        assert block_size_problems(config, sidecar_of(policy).group, stock) == []
         # Marked as chosen: else the attention backend's preference would replace it.
         assert (cache_config.block_size, cache_config.user_specified_block_size) == (taken, True)
     # On CPU 0.33 says 16 here, and takes 128 once the model is loaded.

@@ -100,6 +100,14 @@ def test_nothing_to_skip(make_config) -> None:
     assert dtype_of_engine(make_config("full", **OVER_FP8)) == "fp8-skip-0-1"
 
 
+def test_full_alone(make_config) -> None:
+    """Stock vLLM passes over names that no layer has, and records of answers would have them."""
+    for unknown in ("8", "sliding_window"):
+        skips = {"dtype": "float32"} | SKIPS | {"kv_cache_dtype_skip_layers": ["0", unknown]}
+        with pytest.raises(ValueError, match=rf"- {unknown}: no such layer .* out of {FLAG}"):
+            make_config("full", **skips)
+
+
 def test_names() -> None:
     assert at_dtype("fp8_e4m3-skip-0-1") == "@fp8-skip-0-1"
     assert at_dtype("auto-skip-0") == at_dtype("bfloat16") == at_dtype(None) == ""

@@ -16,6 +16,8 @@ from typing import Any
 
 from vllm.v1.request import Request
 
+from vllm_kvx.config.connectors import LMCACHE
+
 
 def limit_external_hits(connector: Any, may_load: Callable[[Request], bool]) -> None:
     """Makes a scheduler's connector find nothing for requests that may load nothing.
@@ -24,7 +26,7 @@ def limit_external_hits(connector: Any, may_load: Callable[[Request], bool]) -> 
         that skip the prefix cache; of other connectors vLLM drops what they find.
     """
     stock = connector.get_num_new_matched_tokens
-    is_lmcache = type(connector).__name__ == "LMCacheMPConnector"
+    is_lmcache = type(connector).__name__ == LMCACHE
 
     def get_num_new_matched_tokens(request: Request, *args: Any) -> tuple[int | None, bool]:
         is_passed_by = is_lmcache and request.skip_reading_prefix_cache

@@ -5,6 +5,7 @@ from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING
 
+from vllm_kvx.config.connectors import LMCACHE, NIXL
 from vllm_kvx.config.policy_layers import is_mixed
 from vllm_kvx.server.pipeline_checks import in_pipeline
 from vllm_kvx.server.start_refusal import CONNECTOR, Refusal, asked_connector
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from vllm_kvx.policy.policy import KVPolicy
 
 # KV connectors that a policy was tried with, or whose code was read for what it copies.
-NIXL = "NixlConnector"
-LMCACHE = "LMCacheMPConnector"
 CONNECTORS = ("OffloadingConnector", "ExampleConnector", NIXL, LMCACHE)
 # Whether the former leaves generated tokens alone; it does unless told otherwise.
 _PROMPTS = "offload_prompt_only"

@@ -3,12 +3,13 @@
 All layers are one KV group of one block size then, whose pages vLLM packs by each layer's own size.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm_kvx.config.cache_dtype import dtype_of_engine, skipped_layers
 from vllm_kvx.config.policy_layers import is_mixed
 from vllm_kvx.config.settings import KVSettings
-from vllm_kvx.policy.cache_dtype import split_skipped
+from vllm_kvx.policy.cache_dtype import SLIDING_WINDOW, split_skipped
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.server.draft_checks import has_layers
 from vllm_kvx.server.pipeline_checks import in_pipeline
@@ -31,13 +32,7 @@ def beside_skipped_layers(c: "VllmConfig", settings: KVSettings) -> list[str]:
             "some layers of this model slide over a window or keep a state, and beside them "
             f"layers of two KV cache types were never tried under policies: drop {FLAG}"
         ]
-    problems = []
-    numbers = set(map(str, range(num_layers)))
-    if unknown := [layer for layer in skipped if layer not in numbers]:
-        problems.append(
-            f"{', '.join(unknown)}: no such layer has a KV cache that could be quantized, layers "
-            f"are 0 to {num_layers - 1}: take it out of {FLAG}"
-        )
+    problems = _unknown(skipped, map(str, range(num_layers)), num_layers)
     if len(layout.stages) > 1:
         divides = [p for p in settings.policies if len(layout_of([p], num_layers).stages) > 1]
         problems.append(
@@ -62,6 +57,29 @@ def beside_skipped_layers(c: "VllmConfig", settings: KVSettings) -> list[str]:
         if applies
     ]
     return problems
+
+
+def beside_stock(c: "VllmConfig") -> list[str]:
+    """What names of skipped layers keep a server of `full` alone from its start: unknown ones.
+
+    They would be in the name of the KV cache that its answers are recorded under. A drafter's
+    layers may have numbers behind the model's, so that beside one no name is judged.
+    """
+    if c.speculative_config is not None:
+        return []
+    num_layers = c.model_config.get_total_num_hidden_layers()
+    windows = [] if c.model_config.get_sliding_window() is None else [SLIDING_WINDOW]
+    return _unknown(skipped_layers(c), [*map(str, range(num_layers)), *windows], num_layers)
+
+
+def _unknown(skipped: list[str], known: Iterable[str], num_layers: int) -> list[str]:
+    names = set(known)
+    if unknown := [layer for layer in skipped if layer not in names]:
+        return [
+            f"{', '.join(unknown)}: no such layer has a KV cache that could be quantized, layers "
+            f"are 0 to {num_layers - 1}: take it out of {FLAG}"
+        ]
+    return []
 
 
 def line_of(c: "VllmConfig") -> str | None:

@@ -1,7 +1,6 @@
 """Makes a finished vLLM configuration one that runs the policy, or says why it cannot."""
 
 import functools
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,8 @@ from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
 from vllm_kvx.server.measured_layers import find_measured, parts_of
 from vllm_kvx.server.model_checks import WITH_PROPAGATION, beside_sliding_layers
 from vllm_kvx.server.pipeline_checks import where_rows_leave
-from vllm_kvx.server.skipped_layers import beside_skipped_layers
+from vllm_kvx.server.retrieval_checks import block_size_problems, ops_problems, stock_block_size
+from vllm_kvx.server.skipped_layers import beside_skipped_layers, beside_stock
 from vllm_kvx.server.skipped_layers import line_of as line_of_cache
 from vllm_kvx.server.start_checks import (
     ALWAYS,
@@ -68,8 +68,6 @@ WORKERS = {
 }
 SCHEDULER = "vllm_kvx.cache.scheduler.PolicyScheduler"
 ASYNC_SCHEDULER = "vllm_kvx.cache.scheduler.AsyncPolicyScheduler"
-# What vLLM takes on CPU. From 0.33 on its configuration holds another size until a model is loaded.
-_CPU_BLOCK_SIZE = 128
 
 
 def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) -> "VllmConfig":
@@ -110,8 +108,9 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
             raise
         raise _cannot_run(config[POLICY_KEY], told(known)) from None
     assert settings is not None
-    others: list[str] = []
-    if not settings.stock:
+    if settings.stock:
+        others = beside_stock(vllm_config)
+    else:
         more, others = _layout_problems(vllm_config, settings)
         rows += more
     if problems := told(rows) + others:
@@ -200,7 +199,7 @@ def _layout_problems(
 ) -> tuple[list[Refusal], list[str]]:
     """What keeps the layout's policies, by what each kind needs: rows of tables, and other reasons.
 
-    May set the size of KV blocks, see `_block_size_problems`.
+    May set the size of KV blocks, see `block_size_problems`.
     """
     layout = settings.layout
     problems: list[str] = []
@@ -239,9 +238,9 @@ def _layout_problems(
         rows += applying(WITH_SELECTION, vllm_config)
     if layout.sidecar is not None:
         rows += applying(WITH_RETRIEVAL, vllm_config)
-        problems += _ops_problems()
-        problems += _block_size_problems(
-            vllm_config, layout.sidecar.group, _stock_block_size(vllm_config)
+        problems += ops_problems()
+        problems += block_size_problems(
+            vllm_config, layout.sidecar.group, stock_block_size(vllm_config)
         )
     budget = vllm_config.scheduler_config.max_num_batched_tokens
     if layout.window > budget:
@@ -250,56 +249,6 @@ def _layout_problems(
             f"--max-num-batched-tokens to at least {layout.window}, or window= to at most {budget}"
         )
     return rows, problems
-
-
-def _ops_problems() -> list[str]:
-    """What ``choose_backend`` would refuse in the worker, as far as can be known without CUDA."""
-    import torch
-    from vllm.platforms import current_platform
-
-    from vllm_kvx.ops.retrieval import cuda as cuda_ops
-    from vllm_kvx.ops.retrieval.backends import BACKEND_VARIABLE, choose_backend
-
-    wanted = os.environ.get(BACKEND_VARIABLE)
-    # Whether it suits the GPU only the worker can tell: this process must not touch CUDA.
-    if wanted == "cuda" and not current_platform.is_cpu():
-        missing = cuda_ops.not_built()
-        return [f"{BACKEND_VARIABLE}=cuda: {missing}, or unset it"] if missing else []
-    device = torch.device(current_platform.device_type if wanted == "torch" else "cpu")
-    try:
-        choose_backend(device)
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
-def _stock_block_size(vllm_config: "VllmConfig") -> int:
-    """The size of KV blocks that vLLM is going to take, as far as it says so yet."""
-    from vllm.platforms import current_platform
-
-    cache_config = vllm_config.cache_config
-    if current_platform.is_cpu() and not cache_config.user_specified_block_size:
-        return _CPU_BLOCK_SIZE
-    return cache_config.block_size
-
-
-def _block_size_problems(vllm_config: "VllmConfig", group: int, stock: int) -> list[str]:
-    """Makes KV blocks whole groups, unless the user has chosen their size.
-
-    stock: see ``_stock_block_size``; kept, where it will do.
-    """
-    cache_config = vllm_config.cache_config
-    wanted = max(group, 32)
-    if cache_config.user_specified_block_size:
-        if cache_config.block_size % wanted == 0:
-            return []
-        return [
-            f"KV blocks of {cache_config.block_size} tokens are not whole groups of retrieval: set "
-            f"--block-size to a multiple of {wanted}"
-        ]
-    cache_config.block_size = wanted if stock % wanted else stock
-    cache_config.user_specified_block_size = True  # Or the backend's preference would replace it.
-    return []
 
 
 def machinery_rows(vllm_config: "VllmConfig") -> list[Refusal]:

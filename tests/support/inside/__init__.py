@@ -85,4 +85,4 @@ from support.inside.scheduler import (
     watch_quiet_steps,
     watch_stash,
 )
-from support.inside.start import block_size_problems, naming, ops_problems, run_in_full, slice_rows
+from support.inside.start import naming, run_in_full, slice_rows

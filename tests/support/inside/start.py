@@ -6,20 +6,6 @@ from typing import Any
 import pytest
 
 
-def ops_problems() -> list[str]:
-    """Why the retrieval operators that were asked for cannot be had."""
-    from vllm_kvx.server import validate
-
-    return validate._ops_problems()
-
-
-def block_size_problems(config: Any, group: int, stock: int) -> list[str]:
-    """Why blocks cannot be whole groups; the `stock` size is changed so that they are."""
-    from vllm_kvx.server import validate
-
-    return validate._block_size_problems(config, group, stock)
-
-
 def slice_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """The dense decoder runs so many rows at once."""
     from vllm_kvx.tools.checkpoint import dense_decoder
