@@ -27,6 +27,7 @@ from unittest.mock import MagicMock
 from benchmarks.common.about import about, command_line
 from benchmarks.common.files import RESULTS, write_json
 from benchmarks.common.names import STOCK
+from benchmarks.common.pools import pool_of
 from benchmarks.engine.compare import prepare_model
 from benchmarks.engine.shapes import SHAPES
 from vllm_kvx.tools.ideal.shape import Shape
@@ -208,7 +209,7 @@ def _scheduler(policy: str, eviction: str | None, load: Load, model: str, shape:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheTensor
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
     from vllm_kvx.cache.scheduler import PolicyScheduler
@@ -248,14 +249,9 @@ def _scheduler(policy: str, eviction: str | None, load: Load, model: str, shape:
         policy_kv_cache_specs(layers, settings_)
     specs = {f"layers.{i}.attn": each.get_kv_cache_spec(config) for i, each in enumerate(layers)}
     groups = get_kv_cache_groups(config, specs)
-    page = groups[0].kv_cache_spec.page_size_bytes
-    size = load.blocks * page * max(len(group.layer_names) for group in groups)
-    pool = KVCacheTensor(
-        size, groups[0].layer_names, layer_stride=page * load.blocks, block_stride=page
-    )
     return (Scheduler if is_stock else PolicyScheduler)(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(load.blocks, [pool], groups),
+        kv_cache_config=pool_of(groups, load.blocks),
         structured_output_manager=MagicMock(),
         block_size=BLOCK_SIZE,
         hash_block_size=BLOCK_SIZE,

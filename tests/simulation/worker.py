@@ -13,10 +13,10 @@ from support.configs import kv_cache_groups
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from benchmarks.common.pools import pool_of
 from simulation.beside import Beside, Centrality
 from simulation.cache import Cache, Mismatch, SidecarIndex
 from simulation.live import Expected, Ints, Live, Made, storages_of
@@ -79,13 +79,8 @@ class Worker:
         groups = kv_cache_groups(
             vllm_config, {layer.layer_name: layer.get_kv_cache_spec(vllm_config) for layer in every}
         )
-        page, names = max((g.kv_cache_spec.page_size_bytes, g.layer_names) for g in groups)
-        size = case.num_blocks * page * max(len(group.layer_names) for group in groups)
-        self.kv_cache_config = KVCacheConfig(
-            case.num_blocks,
-            [KVCacheTensor(size, names, layer_stride=page * case.num_blocks, block_stride=page)],
-            groups,
-            prefix_cache_retention_interval=case.retention_interval,
+        self.kv_cache_config = pool_of(
+            groups, case.num_blocks, prefix_cache_retention_interval=case.retention_interval
         )
         self._attention_groups = attention_groups(groups)
         block_sizes = [group.kv_cache_spec.block_size for group in groups]
