@@ -233,6 +233,7 @@ MIXED: list[Policy] = [
 ]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("keeps",), by_day([(MIXED,), (MIXED[:6],)], {1}), ids=["all", "six"])
 def test_mixed_batch(tiny: Callable[..., Path], keeps: list[Policy]) -> None:
     """Policies with different windows, kernels and rates side by side, by the real kernels.

@@ -205,6 +205,7 @@ class TestOneServer:
         assert_parity(tiny(), answers, policies)
 
 
+@pytest.mark.kernels
 @served
 def test_mixed_batch_by_the_kernels(tiny: Callable[..., Path], served: list[Policy]) -> None:
     """Side by side with `full`, SnapKV and FastKV, each prompt in one step, by the real kernels."""

@@ -253,6 +253,7 @@ MIXED: list[Policy] = [
 ]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("policies",), by_day([(MIXED,), (MIXED[:6],)], {1}), ids=["all", "six"])
 def test_mixed_batch(tiny: Callable[..., Path], policies: list[Policy]) -> None:
     """Policies with different windows and rates side by side, by the real kernels.
