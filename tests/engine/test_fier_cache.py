@@ -310,8 +310,10 @@ def test_counters_and_recall(tiny: Callable[..., Path], monkeypatch: pytest.Monk
     masses: list[torch.Tensor] = []
     choose = fier.choose
 
-    def measured(query: torch.Tensor, keys: torch.Tensor, retrieve: Any, scaling: float) -> Any:
-        read, *rest = choose(query, keys, retrieve, scaling)
+    def measured(
+        query: torch.Tensor, keys: torch.Tensor, retrieve: Any, scaling: float, *more: Any
+    ) -> Any:
+        read, *rest = choose(query, keys, retrieve, scaling, *more)
         if len(read) < len(keys):
             masses.append((query @ keys.T * scaling).softmax(dim=-1)[:, read].sum(dim=-1))
         return read, *rest

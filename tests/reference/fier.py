@@ -6,7 +6,7 @@ groups; from the third layer on, a step scores the full groups by 1-bit keys (FI
 or by bounds (Quest, page by page), and attends exactly to the best of them and to the newest group.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from . import fastkv, speed, structkv, swiftkv
 from .fastkv import Keep, KeptResult, load
-from .masked import embed, layers_of, log_softmax, run_layer
+from .masked import run_row
 from .structkv import Struct
 from .swiftkv import Swift
 
@@ -179,6 +179,8 @@ class Store:
     keys: list[Tensor]
     values: list[Tensor]
     choices: list[list[list[Choice]]]
+    # By layer and head, the copies of its full groups, which stay what they are.
+    copies: dict[tuple[int, int], "Copies"] = field(default_factory=dict)
 
     def result(self, tokens: list[int], rows: list[Tensor]) -> ReadResult:
         kept = self.context
@@ -196,8 +198,6 @@ class Store:
     def step(self, model: PreTrainedModel, token: int, retrieve: Retrieve) -> Tensor:
         """Run and store a generated token; its log-softmax (1, V)."""
         start, position = len(self.choices), self.context.length + len(self.choices)
-        at = torch.tensor([position])
-        hidden = embed(model, [token], position)  # (1, hidden)
         self.choices.append([])
         chosen: dict[int, Tensor] = {}
 
@@ -214,7 +214,8 @@ class Store:
                     # The margins of a choice count once, where it is made.
                     read, margin, slack = chosen[head], float("inf"), float("inf")
                 else:
-                    read, margin, slack = choose(queries, keys, budgeted, scale)
+                    copies = self.copies.setdefault((index, head), {})
+                    read, margin, slack = choose(queries, keys, budgeted, scale, copies)
                     chosen[head] = read
                 of = self.slots[index][head] + list(range(position - start, position + 1))
                 positions = sorted(of[entry] for entry in read.tolist())
@@ -223,18 +224,21 @@ class Store:
                 mixed.append(probs @ values[read])
             return torch.cat(mixed)[:, None]
 
-        for layer in layers_of(model):
-            hidden = run_layer(model, layer, hidden, at, attend)
-        return log_softmax(model, hidden)
+        return run_row(model, token, position, attend)
 
 
 def choose(
-    query: Tensor, keys: Tensor, retrieve: Retrieve | None, scaling: float
+    query: Tensor,
+    keys: Tensor,
+    retrieve: Retrieve | None,
+    scaling: float,
+    copies: "Copies | None" = None,
 ) -> tuple[Tensor, float, float]:
     """Entries that the query heads (h, D) of one KV head read of `keys` (n, D), ascending.
 
     Also `Choice`'s margin and slack. Without `retrieve` all are read. The newest key is the step's
     own. Its group is always read and counts; a page counts as a whole one, however full.
+    copies: keeps those of the first keys for steps to come, which have the same.
     """
     length, certain = len(keys), float("inf")
     if retrieve is None or length <= retrieve.budget or length < retrieve.dense_below:
@@ -242,7 +246,11 @@ def choose(
     size, unit = retrieve.group, retrieve.group if retrieve.pages else 1
     newest = (length - 1) // size * size  # The first entry of the newest group.
     count = retrieve.budget // unit - (1 if retrieve.pages else length - newest)
-    products = (pages if retrieve.pages else tokens)(query, keys[:newest], size)
+    copies = {} if copies is None else copies
+    if newest not in copies:
+        copies.clear()
+        copies[newest] = (bounds_of if retrieve.pages else copies_of)(keys[:newest], size)
+    products = (by_bounds if retrieve.pages else by_copies)(query, copies[newest])
     low, scores, high = reduced(products, retrieve.reduction, scaling)
     # Of equal ones the lower index.
     order = scores.argsort(descending=True, stable=True)
@@ -257,6 +265,8 @@ def choose(
 
 # The least, the actual and the greatest value, float64: what rounding may make of it.
 Bounds = tuple[Tensor, Tensor, Tensor]
+# By how many keys, what `copies_of` or `bounds_of` makes of the first ones.
+Copies = dict[int, tuple[Tensor, ...]]
 
 
 def quantised(keys: Tensor, size: int) -> tuple[Bounds, Bounds, Bounds]:
@@ -280,25 +290,46 @@ def quantised(keys: Tensor, size: int) -> tuple[Bounds, Bounds, Bounds]:
 
 def tokens(query: Tensor, keys: Tensor, size: int) -> Bounds:
     """Products (h, n) of query (h, D) and the 1-bit copies of keys (n, D)."""
+    return by_copies(query, copies_of(keys, size))
+
+
+def copies_of(keys: Tensor, size: int) -> tuple[Tensor, ...]:
+    """The least, the actual and the greatest 1-bit copies (n, D) of keys, and norms (n,)."""
     signs, scales, zeros = quantised(keys, size)
     spread = [x.repeat_interleave(size, dim=0) for x in scales]
     middle = [x.repeat_interleave(size, dim=0) for x in zeros]
     least = middle[0] + torch.minimum(signs[0] * spread[0], signs[0] * spread[2])
     copies = middle[1] + signs[1] * spread[1]
     most = middle[2] + torch.maximum(signs[2] * spread[0], signs[2] * spread[2])
+    return least, copies, most, copies.norm(dim=1)
+
+
+def by_copies(query: Tensor, made: tuple[Tensor, ...]) -> Bounds:
+    """The same products, of what `copies_of` made."""
+    least, copies, most, norms = made
     query = query.double()
     up, down = query.clamp(min=0), -query.clamp(max=0)
-    error = ROUNDING * query.norm(dim=1)[:, None] * copies.norm(dim=1)
+    error = ROUNDING * query.norm(dim=1)[:, None] * norms
     low = up @ least.T - down @ most.T - error
     return low, query @ copies.T, up @ most.T - down @ least.T + error
 
 
 def pages(query: Tensor, keys: Tensor, size: int) -> Bounds:
     """Channel by channel the larger of query x greatest and query x least key: (h, n / size)."""
+    return by_bounds(query, bounds_of(keys, size))
+
+
+def bounds_of(keys: Tensor, size: int) -> tuple[Tensor, ...]:
+    """Scales and zeros (n / size, D) of pages, each with its bounds, and norms (n / size,)."""
     _, scales, zeros = quantised(keys, size)
+    return *scales, *zeros, zeros[1].norm(dim=1) + scales[1].norm(dim=1)
+
+
+def by_bounds(query: Tensor, made: tuple[Tensor, ...]) -> Bounds:
+    """The products of `pages`, of what `bounds_of` made."""
+    scales, zeros, norms = made[:3], made[3:6], made[6]
     query = query.double()
     up, down = query.clamp(min=0), -query.clamp(max=0)
-    norms = zeros[1].norm(dim=1) + scales[1].norm(dim=1)
     error = ROUNDING * query.norm(dim=1)[:, None] * norms
     low = up @ zeros[0].T - down @ zeros[2].T + query.abs() @ scales[0].T - error
     high = up @ zeros[2].T - down @ zeros[0].T + query.abs() @ scales[2].T + error

@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 from . import criticalkv, fastkv, knorm
 from .criticalkv import Critical
 from .fastkv import Keep, KeptResult, load
-from .fier import Choice, ReadResult, Retrieve, choose, fill_holes
+from .fier import Choice, Copies, ReadResult, Retrieve, choose, fill_holes
 from .knorm import Norm
 from .masked import Call, attention, causal, output_weight_of, run, text_config
 from .pictures import seeing
@@ -242,6 +242,7 @@ class _Layers:
         budgeted = self.retrieve if index >= self.retrieve.dense_layers else None
         heads = [torch.tensor(_slots(head, self.total)) for head in self.retained[index]]
         shared = call.query.shape[0] // len(heads)
+        copies: list[Copies] = [{} for _ in heads]
         steps: list[list[Choice]] = []
         out = call.query.new_zeros(call.query.shape[0], 0, call.value.shape[2])
         for row in range(self.total, call.query.shape[1]):
@@ -250,7 +251,8 @@ class _Layers:
             for head, stored in enumerate(heads):
                 of = torch.cat([stored, torch.arange(self.total, row + 1)])
                 queries = call.query[head * shared : (head + 1) * shared, row]
-                entries, margin, slack = choose(queries, call.key[head, of], budgeted, call.scale)
+                keys, known = call.key[head, of], copies[head]
+                entries, margin, slack = choose(queries, keys, budgeted, call.scale, known)
                 positions = of[entries].sort().values
                 steps[-1].append(Choice(entries.tolist(), positions.tolist(), margin, slack))
                 seen[head, 0, positions] = True

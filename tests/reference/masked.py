@@ -2,9 +2,10 @@
 
 transformers lets a model's attention be replaced by a function of its queries, keys and values,
 after rotary embeddings and after norms of heads. With that and the model's own forward, a decoder
-runs under any visibility (`forward`), or a layer at a time on any rows (`embed`, `run_layer`,
-`log_softmax`). Embedding multipliers, learned positions, experts, norms after sublayers, layers
-without rotary embeddings, residual and logits multipliers are all the model's own.
+runs under any visibility (`forward`), a layer at a time on any rows (`embed`, `run_layer`,
+`log_softmax`), or all layers on one row (`run_row`). Embedding multipliers, learned positions,
+experts, norms after sublayers, layers without rotary embeddings, residual and logits multipliers
+are all the model's own.
 
 What it asks of a model: a `ModuleList` of as many layers as the config has, in its decoder, and
 attention that goes through transformers' `AttentionInterface` once a layer. Soft caps and sinks are
@@ -220,6 +221,17 @@ def run_layer(
         _replaced([layer], run),
     ):
         return _taken(model, torch.zeros(len(hidden), dtype=torch.int64), positions)
+
+
+@torch.no_grad()
+def run_row(model: PreTrainedModel, token: int, position: int, attend: Attend) -> Tensor:
+    """(1, V) float32 log-softmax of one token, in one pass over all layers.
+
+    `attend` as in `run_layer`. The token is no image's, which lie in prompts alone.
+    """
+    with _attending(model, attend):
+        row = _call(model, torch.tensor([token]), torch.tensor([position]), None)
+    return row.log_softmax(dim=-1)
 
 
 @torch.no_grad()
