@@ -27,6 +27,10 @@ LONG = (
 )
 
 
+# Files of one folder that share what takes long to start.
+TOGETHER = "tests/server/serve/"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     options.add(parser)
 
@@ -48,6 +52,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONG.index(name) if name in LONG else len(LONG)
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As ``--dist loadfile``, but that the files of `TOGETHER` run in one process."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return TOGETHER if nodeid.startswith(TOGETHER) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 def pytest_runtest_setup() -> None:

@@ -18,6 +18,7 @@ from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
 from reference.wrappers import IMAGE, WRAPPERS, add_processor, build
 from support import inside
+from support.cpu_encoders import spare_position_kernel
 from support.engine import Answer, Engine, running, schedule_ahead
 from support.expected import FULL, Policy, Read, named
 from support.nightly import by_day, nightly
@@ -48,6 +49,11 @@ POLICIES: list[Policy] = [
 NAMES = list(WRAPPERS)
 # The one by day has three rows of positions, and adds what images leave to its first layers.
 every = pytest.mark.parametrize("name", by_day(NAMES, {NAMES.index("qwen3_vl")}))
+
+
+@pytest.fixture(autouse=True)
+def quick_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    spare_position_kernel(monkeypatch)
 
 
 @pytest.fixture(scope="module")

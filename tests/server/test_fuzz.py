@@ -31,7 +31,7 @@ from vllm_kvx.server.request_check import class_path
 LAYERS = 8
 fuzz = settings(
     # Those of the day are the first ones of the night.
-    max_examples=800 if options.nightly() else 400,
+    max_examples=800 if options.nightly() else 200,
     deadline=None,
     derandomize=True,
     database=None,

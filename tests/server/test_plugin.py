@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm
+from support.nightly import nightly
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.input_processor import InputProcessor
@@ -290,6 +291,8 @@ def test_the_plugin_refuses_cpu_mode_on_a_gpu(monkeypatch) -> None:
     plugin.register()
 
 
+# By day servers and tools are started in the CPU mode all the time.
+@nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a mode of the CPU platform")
 def test_cpu_mode_runs_model_runner_v2(llama: str) -> None:
     assert "ACCEPTED" in run(INERT, llama, KVX_CPU="1")

@@ -1,4 +1,8 @@
-"""A server for the tests of each file, which are asked as users ask."""
+"""A server for the tests of this folder, which is asked as users ask.
+
+A start takes longer than all that it is asked. Its files run in one process, in the order of
+``LONG``: see tests/conftest.py. The last test ends it.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -12,12 +16,12 @@ from benchmarks.common.server import CHECKPOINT, cpu_environment, log_tail, serv
 from vllm_kvx.records.tuned_weights import Agreement, TunedRecord
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("serve") / "server.log"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(log: Path) -> Iterator[Server]:
     """It serves the demo checkpoint, beside which lies a record that it was tuned for speed-4."""
     model = log.parent / "model"
