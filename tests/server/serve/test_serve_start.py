@@ -58,7 +58,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
     from vllm.entrypoints.cli.main import main
 
     # The command sets it.
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
     def run(*arguments: str) -> tuple[Any, str, str]:
         monkeypatch.setattr(sys, "argv", ["vllm", "serve", *arguments])
