@@ -41,7 +41,7 @@ CPU_FLAGS = ["--dtype", "float32", "--block-size", "32", "--enforce-eager"]
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("batch") / "server.log"
-    # Which has vLLM's CPU platform run no worker beside the engine: a process that imports vLLM less.
+    # vLLM's CPU platform then runs no worker beside the engine, which imports vLLM once more.
     environment = cpu_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with serving([str(CHECKPOINT), *FLAGS, *CPU_FLAGS], log, environment) as url:
         yield url
