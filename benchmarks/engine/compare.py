@@ -26,10 +26,10 @@ from benchmarks.engine import composed
 from benchmarks.engine.ideal import Case, case_ratio
 from benchmarks.engine.plot import table
 from benchmarks.engine.shapes import SHAPES, as_routed
-from vllm_kvx.policy.cache_dtype import cache_options
+from vllm_kvx.policy.cache_dtype import cache_options, dtype_in
 from vllm_kvx.tools.doctor.weights import quantized_bytes
 from vllm_kvx.tools.ideal.shape import Shape
-from vllm_kvx.tools.ideal.work import entry_bytes, pool_ratio
+from vllm_kvx.tools.ideal.work import Bytes, entry_bytes_of, mean_bytes, pool_ratio
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -196,18 +196,20 @@ def derive(results: dict[str, Any], shape: Shape) -> None:
     model_bytes: float = _DTYPE_BYTES[settings["dtype"]]
     is_fp8 = str(settings.get("quantization", "")).startswith("fp8")
     weight_bytes = results.get("model", {}).get("weight_bytes", 1 if is_fp8 else model_bytes)
-    of_all = settings.get("kv_cache_dtype")
+    of_all = dtype_in(settings)
     baseline = baseline_of(results["engines"]) or STOCK
     stock = results["engines"].get(baseline, {})
-    stock_bytes = entry_bytes(split_name(baseline)[1] or of_all, model_bytes, shape.head_dim)
+    stock_bytes = cache_bytes(split_name(baseline)[1] or of_all, shape, model_bytes)
     for name, engine in results["engines"].items():
         policy, dtype = split_name(name)
-        kv_bytes = entry_bytes(dtype or of_all, model_bytes, shape.head_dim)
+        kv_bytes = cache_bytes(dtype or of_all, shape, model_bytes)
         pool, stock_pool = engine.get("pool"), stock.get("pool")
         if pool and stock_pool:
             ratio, ideal = pool["tokens"] / stock_pool["tokens"], pool_ratio(shape, policy)
-            if ideal is not None:
-                ideal = ideal * stock_bytes / kv_bytes if stock_bytes and kv_bytes else None
+            if not stock_bytes or not kv_bytes:
+                ideal = None
+            elif ideal is not None:
+                ideal *= mean_bytes(stock_bytes) / mean_bytes(kv_bytes)
             pool.update(against(ratio, ideal))
         for text, result in engine.get("cases", {}).items():
             case = Case.parse(text)
@@ -231,6 +233,12 @@ def derive(results: dict[str, Any], shape: Shape) -> None:
                     kv_bytes=kv_bytes,
                 )
             result.update(against(ratio, ideal))
+
+
+def cache_bytes(name: str | None, shape: Shape, model_bytes: float) -> Bytes | None:
+    """Of a cached value; None where it is not known, or layers skip the cache beside windows."""
+    found = entry_bytes_of(name, shape.layers, model_bytes, shape.head_dim)
+    return None if isinstance(found, tuple) and shape.full_layers < shape.layers else found
 
 
 def against(ratio: float, ideal: float | None) -> dict[str, float | None]:

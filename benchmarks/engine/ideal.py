@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from vllm_kvx.tools.ideal.shape import Shape
-from vllm_kvx.tools.ideal.work import decode_ratio, prefill_ratio
+from vllm_kvx.tools.ideal.work import Bytes, decode_ratio, prefill_ratio
 
 KINDS = ("ttft", "tpot", "itl", "pool_decode", "decode")
 _CASE = re.compile(r"(?P<kind>[a-z_]+):((?P<batch>\d+)x)?(?P<length>\d+)(@(?P<policy>.+))?")
@@ -48,8 +48,8 @@ def case_ratio(
     policy: str | None,
     batch: int = 1,
     stock_batch: int | None = None,
-    stock_kv_bytes: float | None = None,
-    kv_bytes: float = 2,
+    stock_kv_bytes: Bytes | None = None,
+    kv_bytes: Bytes = 2,
     **options: float,
 ) -> float | None:
     """The ideal gain of `policy` over stock in one case; `options` go to `decode_bytes`.

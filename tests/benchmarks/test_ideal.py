@@ -175,6 +175,28 @@ def test_a_sidecar_is_not_smaller_in_an_fp8_cache() -> None:
     assert mean is not None and 8 * 128 * 2 * mean + 30 / 32 * 256 == 2476
 
 
+def test_layers_that_skip_the_cache() -> None:
+    """`stock@fp8-skip-0-1` at 131,072 tokens: two layers of 32 read twice as much of each."""
+    names = (None, "auto-skip-0", "fp8-skip-0-1", "turboquant_4bit_nc-skip-0")
+    found = [counted.entry_bytes_of(name, 4) for name in names]
+    assert found == [2, (2, 2, 2, 2), (2, 2, 1, 1), None]
+    assert counted.entry_bytes_of("fp8-skip-sliding_window", 4) is None
+    kv = counted.entry_bytes_of("fp8-skip-0-1", 32)
+    assert kv is not None and counted.mean_bytes(kv) == 34 / 32
+    weights = 2 * (32 * LLAMA.layer_weights + LLAMA.head_weights)
+    stock = counted.full_work(32, 131072)
+    values = 34 * 131072
+    assert counted.decode_bytes(LLAMA, stock, kv_bytes=kv) == weights + values * 2 * 8 * 128
+    # FIER reads all of the very layers that skip it.
+    fier = counted.work_of("fier-1024", 32, 131072)
+    assert fier is not None
+    values = 2 * 2 * 131072 + 30 * 1024 + 2 * 30 * 131072 / 16
+    read = counted.decode_bytes(LLAMA, fier, kv_bytes=kv) - weights
+    assert read == pytest.approx(values * 2 * 8 * 128)
+    whole, in_fp8, mixed = (counted.attention_flops(LLAMA, stock, each) for each in (2, 1, kv))
+    assert mixed == whole * 2 / 32 + in_fp8 * 30 / 32
+
+
 @pytest.mark.parametrize(
     ("model", "policy"),
     [("llama-3.1-8b", "speed-24"), ("qwen2.5-7b", "speed-24"), ("qwen3-8b", "speed-12")],

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
-from vllm_kvx.policy.cache_dtype import INT8, split_skipped
+from vllm_kvx.policy.cache_dtype import INT8, SLIDING_WINDOW, split_skipped
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.reuse import layer_chooses
@@ -21,6 +21,8 @@ from vllm_kvx.tools.ideal.devices import Device
 from vllm_kvx.tools.ideal.shape import Shape
 
 T = TypeVar("T")
+# Bytes of a cached value: in all layers, or in each.
+Bytes = float | tuple[float, ...]
 # Entries of a KV block where whole blocks stay: vLLM's default.
 BLOCK_SIZE = 16
 # Bytes of a cached value by vLLM's `--kv-cache-dtype`; `INT8` has scales besides. Others that
@@ -197,18 +199,19 @@ def _retrieves(method: Retrieve, layer: int, entries: int) -> bool:
     return layer >= DENSE_LAYERS and entries >= method.floor(0)
 
 
-def attention_flops(shape: Shape, work: Work, kv_bytes: float = 2) -> float:
+def attention_flops(shape: Shape, work: Work, kv_bytes: Bytes = 2) -> float:
     """FLOPs of 16-bit products that attention takes of `prefill_flops`.
 
     sum over layers of 4 H d pairs; H query heads of size d (q k^T and p v, 2 FLOPs each). Over an
     fp8 cache both products count half: on Hopper FlashAttention 3 multiplies in fp8 then, at twice
     the peak.
     """
-    flops = 4.0 * shape.heads * shape.head_dim * sum(work.pairs)
-    return flops / 2 if kv_bytes == 1 else flops
+    each = zip(work.pairs, _by_layer(kv_bytes, work), strict=True)
+    pairs = sum(pairs / 2 if size == 1 else pairs for pairs, size in each)
+    return 4.0 * shape.heads * shape.head_dim * pairs
 
 
-def prefill_flops(shape: Shape, work: Work, kv_bytes: float = 2) -> float:
+def prefill_flops(shape: Shape, work: Work, kv_bytes: Bytes = 2) -> float:
     """FLOPs of 16-bit products from prompt to first token.
 
     sum over layers of 2 W rows, and attention, plus 2 h V once; W elements of a layer's matrices
@@ -228,7 +231,7 @@ def decode_bytes(
     batch: int = 1,
     generated: float = 0,
     weight_bytes: float = 2,
-    kv_bytes: float = 2,
+    kv_bytes: Bytes = 2,
 ) -> float:
     """Bytes that one decode step of `batch` requests has to read.
 
@@ -237,8 +240,10 @@ def decode_bytes(
     keeps its 16 bits. Of experts those are read that some token of the batch chooses.
     """
     weights = shape.all_read(batch)
-    entries = (sum(work.read) + generated * shape.full_layers) * kv_bytes
-    entries += sum(work.sidecar) * (2 - kv_bytes)
+    entries, sizes = 0.0, _by_layer(kv_bytes, work)
+    for layer, (read, size) in enumerate(zip(work.read, sizes, strict=True)):
+        entries += (read + (generated if layer < shape.full_layers else 0)) * size
+    entries += sum(map(lambda held, size: held * (2 - size), work.sidecar, sizes))
     return weights * weight_bytes + batch * entries * 2 * shape.kv_heads * shape.head_dim
 
 
@@ -254,23 +259,46 @@ def entry_bytes(
     return weight_bytes if dtype in (None, "auto") else KV_BYTES.get(dtype)
 
 
+def entry_bytes_of(
+    name: str | None, num_layers: int, weight_bytes: float = 2, head_dim: int | None = None
+) -> Bytes | None:
+    """The same in each layer, where some may skip the cache: `fp8-skip-0-1`.
+
+    None also where it is the layers that slide over a window which skip it.
+    """
+    dtype, skipped = split_skipped(name or "auto")
+    most = entry_bytes(dtype, weight_bytes, head_dim)
+    if most is None or not skipped:
+        return most
+    if SLIDING_WINDOW in skipped:
+        return None
+    skip = set(map(int, skipped))
+    return tuple(weight_bytes if layer in skip else most for layer in range(num_layers))
+
+
+def mean_bytes(kv_bytes: Bytes) -> float:
+    """Of all layers, for those that hold as many entries."""
+    return sum(kv_bytes) / len(kv_bytes) if isinstance(kv_bytes, tuple) else kv_bytes
+
+
 def mean_entry_bytes(
     name: str | None, num_layers: int, head_dim: int | None = None
 ) -> float | None:
-    """The same on average, where some layers may skip the cache: `fp8-skip-0-1`."""
-    dtype, skipped = split_skipped(name or "auto")
-    most, whole = entry_bytes(dtype, head_dim=head_dim), entry_bytes("auto")
-    if most is None or whole is None:
-        return None
-    return most + (whole - most) * len(skipped) / num_layers
+    """The mean of `entry_bytes_of`, beside 16-bit weights."""
+    found = entry_bytes_of(name, num_layers, head_dim=head_dim)
+    return None if found is None else mean_bytes(found)
+
+
+def _by_layer(kv_bytes: Bytes, work: Work) -> tuple[float, ...]:
+    return kv_bytes if isinstance(kv_bytes, tuple) else (kv_bytes,) * len(work.rows)
 
 
 def prefill_ratio(
     shape: Shape,
     policy: str | None,
     length: int,
-    kv_bytes: float = 2,
-    stock_kv_bytes: float | None = None,
+    kv_bytes: Bytes = 2,
+    stock_kv_bytes: Bytes | None = None,
 ) -> float | None:
     """FLOPs of stock over FLOPs of the policy: the ideal speed-up of time to first token.
 
@@ -290,7 +318,8 @@ def decode_ratio(
     length: int,
     batch: int = 1,
     stock_batch: int | None = None,
-    stock_kv_bytes: float | None = None,
+    stock_kv_bytes: Bytes | None = None,
+    kv_bytes: Bytes = 2,
     **options: float,
 ) -> float | None:
     """The ideal gain in decode tokens per second: (B / bytes) of the policy over that of stock.
@@ -302,10 +331,10 @@ def decode_ratio(
     if work is None:
         return None
     stock_batch = stock_batch or batch
-    of_stock = options if stock_kv_bytes is None else {**options, "kv_bytes": stock_kv_bytes}
     whole = with_windows(full_work(shape.full_layers, length), shape, length)
-    stock = decode_bytes(shape, whole, stock_batch, **of_stock)
-    return (batch / decode_bytes(shape, work, batch, **options)) / (stock_batch / stock)
+    stock = decode_bytes(shape, whole, stock_batch, kv_bytes=stock_kv_bytes or kv_bytes, **options)
+    ours = decode_bytes(shape, work, batch, kv_bytes=kv_bytes, **options)
+    return (batch / ours) / (stock_batch / stock)
 
 
 def pool_ratio(shape: Shape, policy: str | None, length: int = 1 << 20) -> float | None:
