@@ -209,8 +209,8 @@ def test_a_client_that_leaves_leaves_no_blocks(server: Server, extra_body: dict)
             time.sleep(0.1)
         blocks = -(-LENGTH // BLOCK)
         upper = blocks if policy == "full" else 1
-        # The answer may have grown into another block in each group.
-        assert blocks + upper <= held["blocks_held"] <= blocks + upper + 2
+        # Meanwhile the answer grows in both groups; not by as much as the upper layers would hold.
+        assert blocks + upper <= held["blocks_held"] <= blocks + upper + 12
         assert abs(held["blocks_saved"] - (blocks - upper)) <= 1
     # To the end it would take far longer.
     for _ in range(10):
