@@ -83,6 +83,8 @@ def test_chunks_prefixes_and_what_is_cut_off(
     options = {"kv_cache_dtype": NAME, "max_model_len": 512, "max_num_seqs": 16}
     with running(model, "full", config=config, enable_prefix_caching=True, **options) as engine:
         inside.fill_free_blocks(engine, 255)  # Scales of NaN, which nobody may read.
+        # A checkpoint's, for an fp8 cache: these entries have scales of their own.
+        inside.set_cache_scales(engine, key=0.25, value=3.0)
         answers = ask(engine, prompts, each, max_tokens=6)
         again = ask(engine, [[*prompt, 7, 8, 9] for prompt in prompts], each, max_tokens=4)
         # Cut elsewhere: the last chunk is one token, then one token behind a block's end.

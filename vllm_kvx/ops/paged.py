@@ -109,6 +109,11 @@ class PagedKV:
         return self.keys.shape[3]
 
     @property
+    def is_fp8(self) -> bool:
+        """Whether entries are multiplied by a layer's scales: 8-bit integers have their own."""
+        return self.keys.dtype.itemsize == 1 and self.key_scales is None
+
+    @property
     def entry_bytes(self) -> int:
         """Bytes of one head's key and value, with their scales."""
         scales = 0 if self.key_scales is None else 2 * self.key_scales.element_size()

@@ -84,7 +84,6 @@ class LayerHook:
     ) -> None:
         """Attention of chosen tokens in the layer that chose them, in the place of vLLM's."""
         query, paged = self._unquantized(query), self.paged(kv_cache)
-        is_fp8 = paged.keys.dtype.itemsize == 1
         attend_chosen(
             query,
             paged,
@@ -92,7 +91,7 @@ class LayerHook:
             out.view(query.shape),
             self.scale,
             self.key_scale(paged),
-            float(self.layer._v_scale_float) if is_fp8 else 1.0,
+            float(self.layer._v_scale_float) if paged.is_fp8 else 1.0,
             self.soft_cap,
             self.sinks,
         )
@@ -146,7 +145,7 @@ class LayerHook:
 
     def key_scale(self, paged: PagedKV) -> float:
         """What a stored key is multiplied with to get the key."""
-        return float(self.layer._k_scale_float) if paged.keys.dtype.itemsize == 1 else 1.0
+        return float(self.layer._k_scale_float) if paged.is_fp8 else 1.0
 
     def paged(self, kv_cache: Tensor | None = None) -> PagedKV:
         """The layer's cache, addressed entry by entry."""

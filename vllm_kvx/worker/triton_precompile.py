@@ -164,8 +164,8 @@ class PromptKernels:
         )
 
     def _attend(self) -> None:
-        query, fp8 = self._query(_KEPT), self._paged.keys.element_size() == 1
-        value_scale = float(self._hook.layer._v_scale_float) if fp8 else 1.0
+        query, layer = self._query(_KEPT), self._hook.layer
+        value_scale = float(layer._v_scale_float) if self._paged.is_fp8 else 1.0
         view = self._hook.view(query, query[None], self._paged)
         chosen_rows.launch(
             query,

@@ -365,10 +365,9 @@ class Retrieval:
         layer = hook.layer
         out = out.view(out.shape[0], *query.shape[1:])
         paged, sidecar = self.sidecars.view(hook.place)
-        is_fp8 = paged.keys.dtype.itemsize == 1
         scales = dict(
-            key_scale=layer._k_scale_float if is_fp8 else 1.0,
-            value_scale=layer._v_scale_float if is_fp8 else 1.0,
+            key_scale=layer._k_scale_float if paged.is_fp8 else 1.0,
+            value_scale=layer._v_scale_float if paged.is_fp8 else 1.0,
         )
         if now.full_groups is not None:
             self.sidecars.write_groups(now.full_groups, hook.place)
