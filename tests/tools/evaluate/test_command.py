@@ -14,6 +14,7 @@ from support.models import LOOKUP
 from transformers import AutoTokenizer
 
 from vllm_kvx.cli import main
+from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records import evaluation as records
 from vllm_kvx.records.model_key import model_key
@@ -250,6 +251,15 @@ def test_a_server_says_what_full_is_even_if_all_its_answers_are_here(
     bar = AnswersBar({full: [], snapkv: [Prompt([1], 1)]})
     ((found, names),) = command.engines_of(args, [model], missing, 400, [], bar)
     assert isinstance(found, OverFp8) and found.rows == names == rows
+
+
+def test_int8_cache_on_a_cpu() -> None:
+    """Attention of our own reads it, which a server of `full` alone does not have."""
+    asked = read_policies(["fier-64@int8_per_token_head", "quest-64@int8_per_token_head"], 8)
+    command.check_rows(asked)
+    for name in ("full@int8_per_token_head", "fier-64@int8_per_token_head-skip-0-1"):
+        with pytest.raises(ToolError, match="vLLM's CPU attention has no such KV cache: ask on a"):
+            command.check_rows(read_policies([name], 8))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import vllm_kvx
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.cache_dtype import (
     FP8,
+    INT8,
     SKIP_LAYERS,
     cache_options,
     dtype_in,
@@ -227,7 +228,10 @@ def check_rows(rows: Mapping[Row, KVPolicy]) -> None:
         dtype = row.cache_dtype
         if dtype is None or not on_cpu():
             continue
-        if split_skipped(dtype)[0] not in FP8:
+        quantized, skipped = split_skipped(dtype)
+        if quantized == INT8 and policy.retrieve is not None and not skipped:
+            continue  # By attention of our own.
+        if quantized not in FP8:
             why = "vLLM's CPU attention has no such KV cache"
         elif policy.is_lossy_decode:
             why = "retention and retrieval cannot address 8-bit keys on CPU"
