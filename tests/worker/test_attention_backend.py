@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm import platforms
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -173,3 +175,22 @@ def test_afterwards_vllm_chooses_as_before() -> None:
     with choosing_usable(layout("fier-64")):
         assert dict(vars(platform)) != before
     assert dict(vars(platform)) == before
+
+
+def test_int8_entries_have_one_of_our_own(select: Select, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = dict(layout=layout("fier-64"), kv_cache_dtype="int8_per_token_head")
+    stock = fa_utils.get_flash_attn_version
+
+    def has(version: int | None) -> None:
+        found = wraps(stock)(lambda: version)
+        monkeypatch.setattr(fa_utils, "get_flash_attn_version", found)
+
+    has(3)
+    assert select(HOPPER, **asked) == select(BLACKWELL, **asked) == "CUSTOM"
+    with pytest.raises(ValueError, match=r"compute capability not supp.*: set another --kv-cache"):
+        select((7, 5), **asked)
+    # Nothing else reads prompts fast enough, but for float32, which it does not take.
+    has(None)
+    assert select(HOPPER, **asked, dtype=torch.float32) == "CUSTOM"
+    with pytest.raises(ValueError, match=r"lacks FlashAttention.*: set another --kv-cache"):
+        select(HOPPER, **asked)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
+import torch
 from vllm import platforms
 from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -123,6 +124,8 @@ def _for_int8(config: Any) -> str:
         ValueError: it cannot run such a layer, or not on this device.
         RuntimeError: it was not written for this vLLM.
     """
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
     from vllm_kvx.worker.int8_cache.backend import Int8AttentionBackend, register
 
     check(seams_of("int8"))
@@ -131,6 +134,9 @@ def _for_int8(config: Any) -> str:
     problems = Int8AttentionBackend.validate_configuration(
         device_capability=capability, **config._asdict()
     )
+    on_gpu = capability is not None
+    if on_gpu and config.dtype != torch.float32 and get_flash_attn_version() is None:
+        problems.append("this build of vLLM lacks FlashAttention, which reads prompts")
     if problems:
         raise ValueError(
             f"a KV cache of {INT8} under policies: {', '.join(problems)}: set another "
