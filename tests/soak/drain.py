@@ -18,6 +18,8 @@ SEED = 4
 # What a server that drains gives its answers at most; those here take a part of it.
 DRAIN_S = 120
 FLAGS = ["--shutdown-timeout", str(DRAIN_S)]
+# Tokens of an answer, which has to last for longer than the server takes to heed the signal.
+ANSWER = 160
 
 
 def end_by_sigterm(url: str, log: Path) -> dict[str, int]:
@@ -31,7 +33,7 @@ def end_by_sigterm(url: str, log: Path) -> dict[str, int]:
     rng = random.Random(SEED)
     turns = [short_turn(rng) for _ in range(3)]
     for turn, policy in zip(turns, ("speed-4", "full", "speed-4"), strict=True):
-        turn.policy, turn.max_tokens, turn.abort_after = policy, 48, None
+        turn.policy, turn.max_tokens, turn.abort_after = policy, ANSWER, None
         turn.adds = turn.prompt
 
     def is_answered(http: httpx.Client) -> bool:
