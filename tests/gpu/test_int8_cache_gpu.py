@@ -15,7 +15,7 @@ from support.inside import cache_dtypes, count_graph_replays
 from support.int8 import NAME, rounded
 from support.models import LOOKUP
 from support.parity import ask, assert_parity, in_turn, room_for
-from support.prompts import EDGES, lookups, prompts_of
+from support.prompts import EDGES, lookups, prompts_of, shares_again
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -29,23 +29,14 @@ def test_checkpoint_answers(skipped: tuple[str, ...], monkeypatch: pytest.Monkey
     from vllm_kvx.worker.int8_cache import pieces
 
     monkeypatch.setattr(pieces, "SLICE", 256)
-    prompts, expected, decode = lookups(100, values=3)
-    score, cached = {}, 0
+    questions = lookups(100, values=3)
     options = COMPILED | PAGES | {"max_num_batched_tokens": 600, "max_num_seqs": 64}
     options |= {"dtype": "bfloat16", "enable_prefix_caching": True}
     if skipped:
         options["kv_cache_dtype_skip_layers"] = list(skipped)
     with running(LOOKUP, POLICIES[0], config={"kv_layout": POLICIES}, **options) as engine:
         counts, dtypes = count_graph_replays(engine), cache_dtypes(engine)
-        for name in POLICIES:
-            # Backwards, since the pool holds the last ones alone.
-            for turn, step in (("", 1), (" again", -1)):
-                each = [name] * len(prompts)
-                answers = engine.generate(prompts[::step], max_tokens=4, policies=each)
-                wanted = expected[::step]
-                right = [decode(a.tokens) == e for a, e in zip(answers, wanted, strict=True)]
-                score[name + turn] = sum(right) / len(right)
-                cached += sum(answer.cached for answer in answers)
+        score, cached = shares_again(engine, POLICIES, *questions)
         engine.assert_idle()
     print(json.dumps({"accuracy": score, "replays": dict(counts), "cached": cached}))
     assert dtypes == [torch.bfloat16] * len(skipped) + [torch.int8] * (8 - len(skipped))

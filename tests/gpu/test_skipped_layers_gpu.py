@@ -9,7 +9,7 @@ from support.gpu import COMPILED
 from support.inside import cache_dtypes, count_graph_replays
 from support.models import LOOKUP
 from support.parity import assert_identical
-from support.prompts import lookups
+from support.prompts import lookups, shares_again
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -33,22 +33,13 @@ POLICIES = [
 
 def test_checkpoint_answers() -> None:
     """By the attention backend that vLLM chooses, again after a prefix hit."""
-    prompts, expected, decode = lookups(100, values=3)
-    score, cached = {}, 0
+    questions = lookups(100, values=3)
     options = OVER_FP8 | {"enable_prefix_caching": True}
     with running(LOOKUP, POLICIES[0], config={"kv_layout": POLICIES}, **options) as engine:
         counts = count_graph_replays(engine)
         dtypes = cache_dtypes(engine)
         skip = [str(layer) for layer, dtype in enumerate(dtypes) if dtype == torch.bfloat16]
-        for name in POLICIES:
-            # Backwards, since the pool holds the last ones alone.
-            for turn, step in (("", 1), (" again", -1)):
-                each = [name] * len(prompts)
-                answers = engine.generate(prompts[::step], max_tokens=4, policies=each)
-                wanted = expected[::step]
-                right = [decode(a.tokens) == e for a, e in zip(answers, wanted, strict=True)]
-                score[name + turn] = sum(right) / len(right)
-                cached += sum(answer.cached for answer in answers)
+        score, cached = shares_again(engine, POLICIES, *questions)
         engine.assert_idle()
     print(json.dumps({"accuracy": score, "replays": dict(counts), "cached": cached}))
     assert skip == SKIPPED and cached and counts["full"]

@@ -135,8 +135,9 @@ def _compiled(dtype: str, policies: tuple[str, ...], has_both: bool) -> list[str
         cap = 50.0 if has_both else None
         sinks = torch.empty(HEADS, dtype=torch.bfloat16, device=device) if has_both else None
         hook: Any = SimpleNamespace(
-            layer=SimpleNamespace(impl=impl, _v_scale_float=1.0),
+            layer=SimpleNamespace(impl=impl),
             paged=lambda: PagedKV.of(cache, DIM),
+            value_scale=lambda paged: 1.0,
             view=lambda *queries_and_cache: LayerView(
                 *queries_and_cache, 0.125, 1.0, cap, sinks, factors
             ),

@@ -1,6 +1,7 @@
 """Prompts: random ones for tiny models, questions for the trained checkpoint."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -42,3 +43,27 @@ def lookups(
     questions = [make_prompt(seed, 1024, tokenizer, values) for seed in range(count)]
     prompts = [tokenizer(question).input_ids for question, _ in questions]
     return prompts, [answer for _, answer in questions], tokenizer.decode
+
+
+def shares_again(
+    engine: Any,
+    policies: Sequence[str],
+    prompts: list[list[int]],
+    expected: list[str],
+    decode: Callable[[list[int]], str],
+) -> tuple[dict[str, float], int]:
+    """Asks `lookups` under each policy, and again after a prefix hit.
+
+    Returns: the share that is right by policy and turn, and how many tokens were in the cache.
+    """
+    score, cached = dict[str, float](), 0
+    for name in policies:
+        # Backwards, since the pool holds the last ones alone.
+        for turn, step in (("", 1), (" again", -1)):
+            each = [name] * len(prompts)
+            answers = engine.generate(prompts[::step], max_tokens=4, policies=each)
+            wanted = expected[::step]
+            right = [decode(a.tokens) == e for a, e in zip(answers, wanted, strict=True)]
+            score[name + turn] = sum(right) / len(right)
+            cached += sum(answer.cached for answer in answers)
+    return score, cached

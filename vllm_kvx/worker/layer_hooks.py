@@ -91,7 +91,7 @@ class LayerHook:
             out.view(query.shape),
             self.scale,
             self.key_scale(paged),
-            float(self.layer._v_scale_float) if paged.is_fp8 else 1.0,
+            self.value_scale(paged),
             self.soft_cap,
             self.sinks,
         )
@@ -147,6 +147,10 @@ class LayerHook:
         """What a stored key is multiplied with to get the key."""
         return float(self.layer._k_scale_float) if paged.is_fp8 else 1.0
 
+    def value_scale(self, paged: PagedKV) -> float:
+        """What a stored value is multiplied with to get the value."""
+        return float(self.layer._v_scale_float) if paged.is_fp8 else 1.0
+
     def paged(self, kv_cache: Tensor | None = None) -> PagedKV:
         """The layer's cache, addressed entry by entry."""
         layer = self.layer
@@ -178,9 +182,8 @@ class LayerHooks:
     all. sliding: by name, the numbers of the decoder's other layers, if passes know of them;
     windows: their hooks, if tokens may be selected. work: for the prompts in the pass; None outside
     of one with work. scratch_bytes: what a layer's work may take for a moment. kept: what has to
-    outlive vLLM's sleep. is_bound: whether
-    vLLM has given the layers their caches; before, it runs them only to see how much memory they
-    take.
+    outlive vLLM's sleep. is_bound: whether vLLM has given the layers their caches; before, it runs
+    them only to see how much memory they take.
     retrieval: of the server, if it retrieves; retrieval_pass: what the running pass retrieves.
     """
 

@@ -164,8 +164,7 @@ class PromptKernels:
         )
 
     def _attend(self) -> None:
-        query, layer = self._query(_KEPT), self._hook.layer
-        value_scale = float(layer._v_scale_float) if self._paged.is_fp8 else 1.0
+        query = self._query(_KEPT)
         view = self._hook.view(query, query[None], self._paged)
         chosen_rows.launch(
             query,
@@ -176,7 +175,7 @@ class PromptKernels:
             torch.empty_like(query),
             view.scale,
             view.key_scale,
-            value_scale,
+            self._hook.value_scale(self._paged),
             view.soft_cap,
             view.sinks,
         )

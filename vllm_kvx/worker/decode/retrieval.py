@@ -366,8 +366,8 @@ class Retrieval:
         out = out.view(out.shape[0], *query.shape[1:])
         paged, sidecar = self.sidecars.view(hook.place)
         scales = dict(
-            key_scale=layer._k_scale_float if paged.is_fp8 else 1.0,
-            value_scale=layer._v_scale_float if paged.is_fp8 else 1.0,
+            key_scale=hook.key_scale(paged),
+            value_scale=hook.value_scale(paged),
         )
         if now.full_groups is not None:
             self.sidecars.write_groups(now.full_groups, hook.place)

@@ -56,6 +56,12 @@ class HookedLayer(Protocol):
     def paged(self) -> PagedKV:
         """Its KV cache, entry by entry."""
 
+    def key_scale(self, paged: PagedKV) -> float:
+        """What a stored key is multiplied with to get the key."""
+
+    def value_scale(self, paged: PagedKV) -> float:
+        """What a stored value is multiplied with to get the value."""
+
 
 class Mode(Enum):
     """What a stage's layers run above the dense ones: stock attention, retrieval, or both."""

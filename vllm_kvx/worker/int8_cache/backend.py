@@ -182,9 +182,8 @@ class Int8AttentionImpl(TritonAttentionImpl):
         assert more == (None, None), "outputs of these layers are not quantized"
         metadata = cast(Int8Metadata, attn_metadata)
         plan = metadata.undone
-        if (beside := metadata.beside if plan.chunks else metadata) is None:
-            pass
-        elif beside.max_query_len == 1:
+        beside = metadata.beside if plan.chunks else metadata
+        if beside is not None and beside.max_query_len == 1:
             # A row for each request; a CUDA graph has some for none, which see nothing.
             count = min(len(beside.seq_lens), len(query))
             self.all_entries.attend(
@@ -196,7 +195,7 @@ class Int8AttentionImpl(TritonAttentionImpl):
                 scale=self.scale,
                 soft_cap=self.logits_soft_cap or None,
             )
-        else:
+        elif beside is not None:
             super().forward(layer, query, key, value, kv_cache, beside, output)
         softmax = Softmax(self.scale, self.logits_soft_cap)
         for chunk in plan.chunks:
