@@ -3,8 +3,9 @@
     python -m benchmarks.common.node turns tuning --gpus 0 1 --minutes 28 --out OUT --models MODELS
 
 Arguments are plans: names of benchmarks/plans/NAME.toml, or files. A plan is a list of steps, each
-a command that takes one GPU, several, or none. Steps begin in the order of the plans, as soon as
-their GPUs are free and those that they come after have ended, if the minutes that they need are
+a command that takes one GPU, several, or none; `take = "PLAN/NAME"` is a step of another plan, with
+what else the row says. Steps begin in the order of the plans, as soon as their GPUs are free, what
+they need is there and those that they come after have ended, if the minutes that they need are
 left. What still runs at the end is stopped. OUT has a log of each, and node.json, which says what
 became of them; the same command again leaves out what ended well.
 """
@@ -16,8 +17,8 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,10 @@ class Step:
         environment: further variables.
         after: names of steps that have to have ended, well or not.
         gpus: how many it takes, each of them whole if more than one.
+        alone: one GPU, too, is taken whole: for times.
         most: minutes after which it is stopped, 0 if there is no limit.
+        needs: paths, filled in as a command is, without which it does not begin: checkpoints may
+            still be on their way to the machine.
     """
 
     name: str
@@ -49,20 +53,30 @@ class Step:
     minutes: float = 0.0
     after: tuple[str, ...] = ()
     gpus: int = 1
+    alone: bool = False
     most: float = 0.0
+    needs: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has each of its GPUs for itself."""
+        return self.gpus > 1 or self.alone
 
     def words(self, seconds: float, values: Mapping[str, str]) -> list[str]:
         """The command, of which so many seconds are left; raises SystemExit if it is malformed."""
+        more = {"seconds": int(seconds), "minutes": round(seconds / 60, 2)}
         try:
-            text = self.command.format(
-                **values, seconds=int(seconds), minutes=round(seconds / 60, 2)
-            )
-            words = shlex.split(text)
+            words = shlex.split(self.command.format(**values, **more))
         except (KeyError, IndexError, ValueError) as error:
             problem = f"{self.name}: {error!r} in its command; a brace of its own is written twice"
             raise SystemExit(problem) from error
         return [sys.executable, *words[1:]] if words[:1] == ["python"] else words
+
+    def ready(self, ended: Container[str], values: Mapping[str, str]) -> bool:
+        """Whether what it comes after has ended and what it needs is there."""
+        there = [Path(path.format(**values)).exists() for path in self.needs]
+        return all(there) and all(name in ended for name in self.after)
 
 
 def read_plan(name: str) -> list[Step]:
@@ -75,12 +89,25 @@ def read_plan(name: str) -> list[Step]:
             raise TypeError(f"what is not in a [[step]]: {', '.join(content)}")
         if not isinstance(rows, list):
             raise TypeError("a step begins with [[step]]")
-        return [Step(**{**row, "after": tuple(row.get("after", ()))}) for row in rows]
+        return [_step(row) for row in rows]
     except OSError as error:
         names = ", ".join(sorted(file.stem for file in PLANS.glob("*.toml")))
         raise SystemExit(f"no plan {name!r}: give one of {names}, or a file") from error
     except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
         raise SystemExit(f"{path} is no plan: {error}") from error
+
+
+def _step(row: Mapping[str, Any]) -> Step:
+    """One step of a plan's file; raises TypeError if it says what a step does not have."""
+    lists = {key: tuple(row[key]) for key in ("after", "needs") if key in row}
+    fields = {key: value for key, value in row.items() if key != "take"} | lists
+    if "take" not in row:
+        return Step(**fields)
+    plan, _, name = row["take"].rpartition("/")
+    taken = [step for step in read_plan(plan) if step.name == name]
+    if not taken:
+        raise TypeError(f"take = {row['take']!r}: plan {plan!r} has no such step")
+    return replace(taken[0], **fields)
 
 
 def check(steps: Sequence[Step], gpus: int) -> None:
@@ -94,6 +121,8 @@ def check(steps: Sequence[Step], gpus: int) -> None:
         for name in step.after:
             if name not in seen:
                 raise SystemExit(f"{step.name!r} comes after {name!r}, which no step before it is")
+        if step.alone and not step.gpus:
+            raise SystemExit(f"{step.name!r} takes no GPU, so drop alone")
         seen.add(step.name)
 
 
@@ -154,14 +183,14 @@ class Node:
             if left < 60 * step.minutes or left <= 0:
                 self._note(step, {"state": "left out", "minutes_left": round(left / 60, 1)})
                 continue
-            ready = all(name in self.states for name in step.after)
+            ready = step.ready(self.states, self.values)
             taken = None if kept_free and step.gpus else self._free(step)
             if ready and taken is not None:
                 self._start(step, taken, left)
             else:
                 others.append(step)
                 # Later ones would take a GPU each for ever.
-                kept_free |= ready and step.gpus > 1
+                kept_free |= ready and step.whole
         return others
 
     def _free(self, step: Step) -> tuple[str, ...] | None:
@@ -171,11 +200,14 @@ class Node:
             idle = sum(not each.gpus for each in self.running) < WITHOUT_GPU
             return () if idle else None
         distinct = list(dict.fromkeys(self.gpus))
-        if step.gpus > 1:
+        if step.whole:
             unused = [gpu for gpu in distinct if gpu not in used]
             return tuple(unused[: step.gpus]) if len(unused) >= step.gpus else None
-        free = (gpu for gpu in distinct if used.count(gpu) < self.gpus.count(gpu))
-        return next(((gpu,) for gpu in free), None)
+        taken_whole = {gpu for each in self.running if each.step.whole for gpu in each.gpus}
+        room = {gpu: self.gpus.count(gpu) - used.count(gpu) for gpu in distinct}
+        free = [gpu for gpu in distinct if room[gpu] and gpu not in taken_whole]
+        # Where there is most room: a GPU named once is left to steps that want one whole.
+        return (max(free, key=lambda gpu: room[gpu]),) if free else None
 
     def _start(self, step: Step, gpus: tuple[str, ...], left: float) -> None:
         seconds = min(left, 60 * step.most) if step.most else left

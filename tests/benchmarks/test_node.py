@@ -134,6 +134,61 @@ def test_a_step_of_two_gpus_waits_for_both_and_is_not_overtaken(tmp_path: Path) 
     assert json.loads((out / "node.json").read_text())["both"]["gpus"] == ["3", "4"]
 
 
+def test_a_step_alone_has_its_gpu_whole(tmp_path: Path) -> None:
+    """A GPU that is named twice takes two others at a time, none of them beside it."""
+    script = tmp_path / "counts.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "running = pathlib.Path(sys.argv[1])\n"
+        "running.mkdir(exist_ok=True)\n"
+        "mine = running / sys.argv[2]\n"
+        "mine.touch()\n"
+        "time.sleep(0.3)\n"
+        "print(sorted(each.name for each in running.iterdir()))\n"
+        "mine.unlink()\n"
+    )
+    steps: list[dict[str, Any]] = [
+        {"name": name, "command": f"python {script} {{out}}/running {name}"} for name in "abcd"
+    ]
+    steps[1]["alone"] = True
+    out = tmp_path / "out"
+    arguments = ["--gpus", "0", "0", "--minutes", "2", "--out", str(out)]
+    assert main([plan(tmp_path, *steps), *arguments]) == 0
+    said = {name: (out / f"{name}.log").read_text().splitlines()[-1] for name in "abcd"}
+    assert said["a"] == "['a']" and said["b"] == "['b']"
+
+
+def test_a_gpu_named_once_is_left_to_steps_alone(tmp_path: Path) -> None:
+    steps: list[dict[str, Any]] = [
+        {"name": name, "command": WRITE.replace("NAME", name)} for name in "ab"
+    ]
+    steps[1]["alone"] = True
+    out = tmp_path / "out"
+    arguments = ["--gpus", "0", "1", "1", "--minutes", "2", "--out", str(out)]
+    assert main([plan(tmp_path, *steps), *arguments]) == 0
+    assert [(out / name).read_text() for name in "ab"] == ["1", "0"]
+
+
+def test_what_a_step_needs_may_come_later(tmp_path: Path) -> None:
+    steps = [
+        {"name": "asks", "command": "true", "needs": ["{models}/late"]},
+        {"name": "brings", "command": f"python -c \"open('{tmp_path}/late', 'w')\""},
+        {"name": "in vain", "command": "true", "needs": ["{models}/never"], "minutes": 0.03},
+    ]
+    out = tmp_path / "out"
+    arguments = ["--minutes", "0.05", "--out", str(out), "--models", str(tmp_path)]
+    assert main([plan(tmp_path, *steps), *arguments]) == 1
+    assert states(out) == {"brings": "done", "asks": "done", "in vain": "left out"}
+
+
+def test_a_step_of_another_plan(tmp_path: Path) -> None:
+    more = {"alone": True, "needs": ["{models}/x"], "most": 3}
+    (step,) = read_plan(plan(tmp_path, {"take": "quantized/int8-engine", **more}))
+    (taken,) = [each for each in read_plan("quantized") if each.name == "int8-engine"]
+    assert (step.command, step.minutes) == (taken.command, taken.minutes)
+    assert step.alone and step.needs == ("{models}/x",) and step.most == 3
+
+
 def test_a_program_that_is_not_there_fails_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,5 +282,9 @@ def test_clear_errors(tmp_path: Path) -> None:
         read_plan(str(stray))
     with pytest.raises(SystemExit, match="'a' takes 2 GPUs, and --gpus names 1"):
         check([Step("a", "true", gpus=2)], 1)
+    with pytest.raises(SystemExit, match=r"is no plan: .*plan 'quantized' has no such step"):
+        read_plan(plan(tmp_path, {"take": "quantized/int9"}))
+    with pytest.raises(SystemExit, match="'a' takes no GPU, so drop alone"):
+        check([Step("a", "true", gpus=0, alone=True)], 1)
     with pytest.raises(SystemExit, match=r"a: KeyError.'model'. in its command"):
         Step("a", "python -m x {model}").words(1, {})
