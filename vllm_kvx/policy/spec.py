@@ -66,9 +66,8 @@ def check_served(text: str) -> None:
         fewer = "which loses fewer" if mine != best else _LOST_NONE
         other = "" if mine == best else f"{best}, {_LOST_NONE}, "
         raise PolicyError(
-            f"{part} does not say how much stays, and the paper's rates lose answers "
-            f"(docs/results/quality.md): write {mine}, {fewer}, {other}or the paper's "
-            f"{servable(parse_policy(part))}"
+            f"{part} does not say how much stays, and the paper's rates lose answers: write "
+            f"{mine}, {fewer}, {other}or the paper's {servable(parse_policy(part))}"
         )
 
 
