@@ -1,6 +1,7 @@
 """What doctor finds of the installation: copies, entry points, variables, the cache folder."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,17 @@ def test_another_copy_of_the_same_version(doctor, tmp_path: Path, monkeypatch) -
     assert [f"not the installed one, in {tmp_path / 'vllm_kvx'}" in says for says in notes] == [
         True
     ]
+
+
+def test_a_torchvision_of_another_torch(doctor, tmp_path: Path, monkeypatch) -> None:
+    """As pip installs it beside a CPU build of torch where it finds one for CUDA alone."""
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator nms does not exist')")
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (found,) = doctor()("vllm")
+    assert found.status == "problem"
+    assert "another torch" in found.says and "nms does not exist" in found.says
+    assert found.mend.startswith("pip uninstall torchvision")
 
 
 def test_the_entry_points_are_found(doctor, monkeypatch) -> None:

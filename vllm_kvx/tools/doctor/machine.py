@@ -1,5 +1,6 @@
 """torch, the GPU and its driver, vLLM, and which ops run: what the process of a server imports."""
 
+import importlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -68,6 +69,10 @@ def vllm_package(context: Context) -> Iterator[Finding]:
         context.missing["vllm"] = reason(error)
         yield problem(f"vLLM cannot be imported: {reason(error)}", INSTALL)
         return
+    if of_another_torch := _torchvision():
+        context.missing["vllm"] = of_another_torch.says
+        yield of_another_torch
+        return
     yield from _version(getattr(vllm, "__version__", "unknown"))
     device = current_platform.device_type
     context.is_cpu = current_platform.is_cpu()
@@ -82,6 +87,20 @@ def vllm_package(context: Context) -> Iterator[Finding]:
     if context.is_cpu and not cpu_mode_requested():
         yield _not_in_cpu_mode(context)
     yield from _plugin()
+
+
+def _torchvision() -> Finding | None:
+    """A torchvision that does not fit torch: vLLM imports what is there, late, by transformers."""
+    try:
+        importlib.import_module("torchvision")
+    except ImportError:
+        return None  # Texts need none.
+    except Exception as error:
+        return problem(
+            f"torchvision was built for another torch than this one: {reason(error)}",
+            "pip uninstall torchvision torchaudio torchcodec; texts need none of them",
+        )
+    return None
 
 
 def _not_in_cpu_mode(context: Context) -> Finding:
