@@ -18,9 +18,11 @@ This module reads the options, for which it needs neither torch nor vLLM; the mo
 """
 
 import argparse
+import difflib
+import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from vllm_kvx import __version__
 from vllm_kvx.errors import ToolError, vllm_needed
@@ -49,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     top = parser()
     args, others = top.parse_known_args(argv)
     if others and not hasattr(args, "serve_args"):
-        top.error(f"unrecognized arguments: {' '.join(others)}")
+        args.parser.error(
+            f"unrecognized arguments: {' '.join(others)}{_meant(args.parser, others)}"
+        )
     if others:
         args.serve_args = others
     try:
@@ -62,9 +66,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one line, which a usage of twenty lines would hide."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def _meant(command: argparse.ArgumentParser, others: Sequence[str]) -> str:
+    """Which option of `command` the first unknown one of `others` resembles, as a question."""
+    known = re.findall(r"--[a-z][\w-]*", command.format_help())
+    for other in others:
+        near = difflib.get_close_matches(other.partition("=")[0], known, n=1)
+        if other.startswith("--") and near:
+            return f" (did you mean {near[0]}?)"
+    return ""
+
+
 def parser() -> argparse.ArgumentParser:
-    """All commands and their options; the parsed `run` is the function that does the work."""
-    top = argparse.ArgumentParser(prog="vllm-kvx", description="Tools around a vllm-kvx server.")
+    """All commands and their options.
+
+    The parsed `run` is the function that does the work, and `parser` the command's own parser.
+    """
+    top: argparse.ArgumentParser = _Parser(
+        prog="vllm-kvx", description="Tools around a vllm-kvx server."
+    )
     top.add_argument("--version", action="version", version=f"vllm-kvx {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_serve(commands)
@@ -77,6 +103,8 @@ def parser() -> argparse.ArgumentParser:
     add_batch(commands)
     add_doctor(commands)
     add_policies(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return top
 
 

@@ -129,6 +129,31 @@ def test_only_doctor_takes_other_flags(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
+        (
+            ["evaluate", "M", "--taks", "a"],
+            "evaluate: error: unrecognized arguments: --taks a (did you mean --tasks?)",
+        ),
+        (
+            ["evaluate", "M", "--samples", "0"],
+            "evaluate: error: argument --samples: must be at least 1",
+        ),
+        (["evalute", "M"], "vllm-kvx: error: argument COMMAND: invalid choice: 'evalute'"),
+        ([], "vllm-kvx: error: the following arguments are required: COMMAND"),
+    ],
+)
+def test_a_bad_flag_is_one_line(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1 and "--help" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
         (["--kv-policy", "sped-4"], "did you mean speed-K?"),
         (["--additional-config", "[1]"], "must be a JSON object"),
         (["--gpu-memory", "0"], "must be a number above 0"),
