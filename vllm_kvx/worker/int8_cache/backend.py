@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_kvx.ops.int8.store import store
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval.all_entries import AllEntries
-from vllm_kvx.policy.cache_dtype import INT8
+from vllm_kvx.policy.cache_dtype import INT8, INT8_CAPABILITY
 from vllm_kvx.worker.int8_cache.pieces import NOTHING, SHORT, Plan, plan_of
 from vllm_kvx.worker.int8_cache.prefill import Softmax, attend_undone
 
@@ -229,8 +229,8 @@ class Int8AttentionBackend(TritonAttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
-        # What FlashAttention takes; a CPU has none.
-        return capability is None or capability.major >= 8
+        # A CPU has none.
+        return capability is None or tuple(capability) >= INT8_CAPABILITY
 
     @classmethod
     def supports_sink(cls) -> bool:
