@@ -47,13 +47,13 @@ def test_who_is_read_as_stored() -> None:
 def test_pieces_cover_a_context(rows: int, context: int, most: int) -> None:
     length = context + rows
     ((chunk,), bounds) = plan_of([0, rows], [length], BLOCK, 0, most)[3:]
-    ends = [0, *(piece.first + piece.count for piece in chunk.pieces)]
+    ends = [0, *(piece.first + piece.total for piece in chunk.pieces)]
     assert [piece.first for piece in chunk.pieces] == ends[:-1] and ends[-1] == length
     assert all(piece.first % BLOCK == 0 for piece in chunk.pieces)
     assert chunk.pieces[-1].first <= context
     for piece in chunk.pieces:
-        assert 0 < piece.count == piece.longest <= max(most, rows) + BLOCK
-        assert bounds[piece.place :][:4] == (0, rows, 0, piece.count)
+        assert 0 < piece.total == piece.longest <= max(most, rows) + BLOCK
+        assert bounds[piece.place :][:4] == (0, rows, 0, piece.total)
     assert len(bounds) == 4 * len(chunk.pieces)
 
 
@@ -86,7 +86,7 @@ def test_scratch_has_room_for_every_piece() -> None:
         for length in (longest, longest - 1, longest - 33):
             for count in {1, min(rows, length), min(8191, length)}:
                 ((chunk,), _) = plan_of([0, count], [length], BLOCK, 0)[3:]
-                assert max(piece.count for piece in chunk.pieces) <= entries
+                assert max(piece.total for piece in chunk.pieces) <= entries
         # All prompts of a step, where none was there before.
         assert min(rows, SLICE) <= undone_together(longest, rows) <= entries
     assert scratch_entries(131072, 8192, BLOCK) == SLICE + BLOCK

@@ -92,7 +92,8 @@ class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         max_rows = vllm_config.scheduler_config.max_num_batched_tokens
-        self.short = short_rows(device.type, vllm_config.model_config.dtype, max_rows)
+        dtype = cast(torch.dtype, vllm_config.model_config.dtype)
+        self.short = short_rows(device.type, dtype, max_rows)
         self.together = undone_together(vllm_config.model_config.max_model_len, max_rows)
 
     def build(

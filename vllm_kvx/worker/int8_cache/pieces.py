@@ -17,12 +17,12 @@ SHORT = 1
 class Piece(NamedTuple):
     """Entries that are undone at once: of each of a chunk's requests, from `first` on.
 
-    count: of entries in all. longest: the most of one request.
+    total: of all requests. longest: the most of one request.
     place: where the bounds of its rows and of its entries lie among all (``Chunk.bounds_at``).
     """
 
     first: int
-    count: int
+    total: int
     longest: int
     place: int
 

@@ -63,13 +63,13 @@ def attend_undone(
         version: of FlashAttention; None has torch attend.
     """
     query, out = query[chunk.begin : chunk.stop], out[chunk.begin : chunk.stop]
-    most = max(piece.count for piece in chunk.pieces)
+    most = max(piece.total for piece in chunk.pieces)
     size = most, paged.num_heads, paged.head_dim
     keys, values = (torch.empty(size, dtype=query.dtype, device=query.device) for _ in range(2))
     tables = block_table[chunk.request : chunk.request + chunk.num_requests]
     before: tuple[Tensor, Tensor] | None = None
     for piece in chunk.pieces:
-        is_last, count = piece is chunk.pieces[-1], piece.count
+        is_last, count = piece is chunk.pieces[-1], piece.total
         of_rows, of_entries = (bounds[at] for at in chunk.bounds_at(piece))
         undo(paged, tables, piece.first, of_entries, count, keys, values)
         part = out if is_last and before is None else torch.empty_like(out)
