@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, CACHE>::THREADS)
   wait_for_kernel_before();
   // A row most often selects as much as it may. What to read is looked up as if it did, while its
   // count is on its way, and anew if it did not: a trip to memory less.
-  const int* indices = p.indices + pair * p.max_units;
+  const int* indices = p.indices + pair * p.list_stride;
   constexpr int AHEAD = PANEL / THREADS;
   int units[AHEAD];  // of the first panel
   int entries = min((len + p.unit_tokens - 1) / p.unit_tokens, p.max_units) * p.unit_tokens;

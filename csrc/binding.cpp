@@ -262,7 +262,12 @@ void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
       attend_params(q, keys, values, block_table, tokens, requests, lens, partial_out, partial_lse,
                     out, scale, key_scale, value_scale, splits, soft_cap, sinks, key_scales,
                     value_scales);
-  check(indices, "indices", 3, ScalarType::Int);
+  check(indices, "indices", 3, ScalarType::Int, false);
+  // A dimension of one may have any stride.
+  auto repeats = [&](int64_t i) { return indices.size(i) == 1 || indices.stride(i) == 0; };
+  const bool one_list = repeats(0) && repeats(1) && indices.stride(2) == 1;
+  STD_TORCH_CHECK(one_list || indices.is_contiguous(),
+                  "indices must be contiguous, or one list for all rows and KV heads");
   check(counts, "counts", 2, ScalarType::Int);
   check(tickets, "tickets", 2, ScalarType::Int);
   const int64_t rows = p.rows.count, kv_heads = keys.size(1);
@@ -273,6 +278,7 @@ void kvx_attend(const Tensor& q, const Tensor& keys, const Tensor& values,
   STD_TORCH_CHECK(programs >= 1 && programs <= INT32_MAX, "programs must be positive, of 32 bits");
   STD_TORCH_CHECK(unit_tokens >= 1, "unit_tokens must be positive");
   p.indices = data<int>(indices);
+  p.list_stride = one_list ? 0 : indices.size(2);
   p.counts = data<int>(counts);
   p.max_units = static_cast<int>(indices.size(2));
   p.unit_tokens = static_cast<int>(unit_tokens);

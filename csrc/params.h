@@ -72,6 +72,7 @@ struct AttendParams {
   const char* key_scales;
   int64_t scale_block_bytes, scale_head_bytes, scale_entry_bytes;
   const int *indices, *counts;
+  int64_t list_stride;       // between lists of units; 0: all rows and KV heads read one
   int max_units, unit_tokens;
   float* partial_out;        // (R, H, splits, D)
   float* partial_lse;        // (R, H, splits), base 2

@@ -103,8 +103,10 @@ def _undo(pages: Int8Pages, table: Tensor, end: int) -> Line:
     size = end - first, pages.paged.num_heads, pages.paged.head_dim
     outputs = torch.full((4, *size), torch.nan, dtype=DTYPE, device=DEVICE)
     # Rounded once: both are the same number in 16 bits.
-    undo_in_torch(pages.paged, table, first, end, outputs[0], outputs[1])
-    undo(pages.paged, table, first, end, outputs[2], outputs[3])
+    ends = torch.tensor([0, end - first], dtype=torch.int32, device=DEVICE)
+    where = pages.paged, table[None], first, ends, end - first
+    undo_in_torch(*where, outputs[0], outputs[1])
+    undo(*where, outputs[2], outputs[3])
     return {"off_by": off_by(outputs[2:], outputs[:2])}
 
 
@@ -134,7 +136,8 @@ def _prefill(made: Prefill, layout: str, exact: bool, make: Callable[[], Way]) -
     keys, values = made.exact()
     if layout:
         end = made.context if exact else made.length
-        undo_in_torch(made.pages[layout].paged, made.table, 0, end, keys, values)
+        ends = torch.tensor([0, end], dtype=torch.int32, device=DEVICE)
+        undo_in_torch(made.pages[layout].paged, made.table[None], 0, ends, end, keys, values)
     expected, _ = attention(made.query, keys, values, True)
     made.out.fill_(torch.nan)
     make().run()

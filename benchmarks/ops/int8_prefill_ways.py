@@ -169,7 +169,7 @@ class Prefill:
             attends = partial(flash_contiguous, self.query, keys, values, True, out)
 
         def run() -> None:
-            undo(paged, self.table, 0, end, keys, values)
+            undo(paged, self.table[None], 0, _starts(end), end, keys, values)
             if own == "exact":
                 keys[context:], values[context:] = self.key, self.value
             attends()
@@ -180,7 +180,8 @@ class Prefill:
     def undoing(self, layout: str) -> Way:
         """Undoing the whole context, alone."""
         keys, values = self.scratch(self.length)
-        where = (self.pages[layout].paged, self.table, 0, self.length, keys, values)
+        all_of_it = self.table[None], 0, _starts(self.length), self.length
+        where = (self.pages[layout].paged, *all_of_it, keys, values)
         return Way(partial(undo, *where), _size(keys, values), self.moved(self.length))
 
     def sliced(self, layout: str, size: int) -> Way:
@@ -203,8 +204,9 @@ class Prefill:
             lse = flash_contiguous(query, self.key, self.value, True, now)
             for number, first in enumerate(range(0, context, size)):
                 end = min(first + size, context)
-                undo(paged, self.table, first, end, keys, values)
-                some = slice(0, end - first)
+                count = end - first
+                undo(paged, self.table[None], first, _starts(count), count, keys, values)
+                some = slice(0, count)
                 found = flash_contiguous(query, keys[some], values[some], False, of_slice)
                 to, to_lse = (self.out if end == context else other), lses[number % 2]
                 merge_attn_states(to, now, lse, of_slice, found, to_lse)

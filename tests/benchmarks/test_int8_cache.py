@@ -214,7 +214,9 @@ def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     by_layout = json.loads(done.stdout.splitlines()[-1])
     reads = ("_undo_kernel", "_attend_kernel", "kernel_unified_attention")
     for layout, compiled in by_layout.items():
-        assert len(compiled) == 10
+        # Of several launches of one kernel those that compile it anew.
+        names = [name for name, _ in compiled]
+        assert len(names) == 9 and names.count("_undo_kernel") == 1
         # Entries that begin every 264 bytes are read a byte at a time, by vLLM's kernel too.
         by_byte = {name: count for name, count in compiled if name in reads}
         assert set(by_byte) == set(reads)

@@ -5,20 +5,27 @@ between two integers may be rounded either way by float32 sums in another order,
 logprobs: so nearly all are as near as without rounding, and not all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from reference.fier import Retrieve
-from reference.masked import storing
-from support import cpu_fp8, inside
+from reference.masked import layers_of, storing
+from reference.pictures import picture, seeing
+from reference.wrappers import add_processor, build
+from support import cpu_fp8, inside, pictures
+from support.adapters import Adapters
+from support.cpu_encoders import spare_position_kernel
 from support.engine import Answer, running
 from support.expected import FULL, Policy, Read, expect, load, named
 from support.int8 import NAME, read_by_kernels, rounded
 from support.nightly import by_day, nightly
 from support.parity import ask, assert_close, in_turn, room_for
+from support.pictures import Shown
 from support.prompts import prompt_of, prompts_of
 from torch import Tensor
 
@@ -40,28 +47,48 @@ def rounding(*exact: int) -> Callable[[int, int, Tensor], Tensor]:
 
 
 def away(
-    model: Path, answers: Sequence[Answer], policies: Sequence[Policy], store: Any
+    model: Path,
+    answers: Sequence[Answer],
+    policies: Sequence[Policy],
+    store: Any,
+    shown: Mapping[int, Shown],
 ) -> dict[str, Tensor]:
     """By policy, how far logprobs are from its reference's, as far as choices are certain."""
     loaded, found = load(model), dict[str, list[Tensor]]()
-    with storing(store):
-        for answer, policy in zip(answers, policies, strict=True):
+    for i, (answer, policy) in enumerate(zip(answers, policies, strict=True)):
+        pictured = None
+        if i in shown:
+            layers, pixels = layers_of(loaded), shown[i].pixels()
+            pictured = picture(loaded, layers, model, answer.prompt, pixels)
+        with storing(store), seeing(pictured):
             expected = expect(loaded, answer.prompt, answer.tokens, policy)
-            differs = (answer.logprobs - expected.logprobs).abs()
-            found.setdefault(named(policy), []).append(differs[: max(expected.clear, 1)])
+        differs = (answer.logprobs - expected.logprobs).abs()
+        found.setdefault(named(policy), []).append(differs[: max(expected.clear, 1)])
     return {name: torch.cat(each) for name, each in found.items()}
 
 
 def assert_near(
-    model: Path, answers: Sequence[Answer], policies: Sequence[Policy], *exact: int
+    model: Path,
+    answers: Sequence[Answer],
+    policies: Sequence[Policy],
+    *exact: int,
+    median: float = 1e-5,
+    shown: Mapping[int, Shown] = MappingProxyType({}),
 ) -> None:
-    """Each policy is near its reference, and none is near one that rounds nothing."""
-    for name, differs in away(model, answers, policies, rounding(*exact)).items():
-        assert differs.median() < 1e-5 and differs.quantile(0.8) < 1e-3, (name, differs)
-    pairs = sorted(zip(answers, policies, strict=True), key=lambda pair: len(pair[0].prompt))
-    longest = {named(policy): (answer, policy) for answer, policy in pairs}
-    some, theirs = zip(*longest.values(), strict=True)
-    for name, differs in away(model, some, theirs, rounding(*range(LAYERS))).items():
+    """Each policy is near its reference, and none is near one that rounds nothing.
+
+    exact: layers that skip the cache. median: below which half of the logprobs are off. One number
+        that is rounded the other way moves all logprobs of its prompt: more prompts have some
+        where what is stored was itself summed up in another order. shown: the prompts with images,
+        by the answers' places.
+    """
+    for name, differs in away(model, answers, policies, rounding(*exact), shown).items():
+        assert differs.median() < median and differs.quantile(0.8) < 1e-3, (name, differs)
+    pairs = sorted(enumerate(answers), key=lambda pair: len(pair[1].prompt))
+    longest = {named(policies[i]): i for i, _ in pairs}.values()
+    some, theirs = [answers[i] for i in longest], [policies[i] for i in longest]
+    images = {place: shown[i] for place, i in enumerate(longest) if i in shown}
+    for name, differs in away(model, some, theirs, rounding(*range(99)), images).items():
         assert differs.median() > 1e-3, (name, differs)
 
 
@@ -132,6 +159,66 @@ def test_preempted_with_layers_that_skip(model: Path, monkeypatch: pytest.Monkey
         dtypes = inside.cache_dtypes(engine)
     assert dtypes == [torch.float32] * 2 + [torch.int8] * 2
     assert_near(model, answers, each, 0, 1)
+
+
+def test_adapters(model: Path, tmp_path: Path) -> None:
+    """Adapters and none in one batch, in chunks and after hits, as merged checkpoints answer."""
+    adapters = Adapters(model, tmp_path, 2)
+    policies: list[Policy] = [FULL, Read(READ)]
+    prompts, theirs = prompts_of((33, 97, 200, 150, 64, 130)), in_turn(policies, 6)
+    each = [adapter for adapter in adapters for _ in policies]
+    names = [named(policy) for policy in theirs]
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_model_len": 512}
+    options |= {"kv_cache_dtype": NAME, "enable_prefix_caching": True}
+    with running(model, "full", config=room_for(policies), **options) as engine:
+        answers = engine.generate(prompts, 6, names, adapters=each)
+        longer = [[*prompt, 7] for prompt in prompts]
+        again = engine.generate(longer, 4, names, adapters=each)
+        # Another adapter finds nothing of what these left.
+        others = engine.generate(prompts[-2:], 1, names[-2:], adapters=[None] * 2)
+        engine.assert_idle()
+    assert sum(answer.cached > 0 for answer in again) > 3
+    assert not any(answer.cached for answer in others)
+    for adapter, merged in adapters.items():
+        here = [i for i, other in enumerate(each * 2) if other == adapter]
+        found = [[*answers, *again][i] for i in here]
+        assert_near(merged, found, [(theirs * 2)[i] for i in here], median=5e-4)
+
+
+@pytest.mark.skipif(
+    find_spec("torchvision") is None,
+    reason="torchvision is missing: `bash tests/run.sh` sets it up",
+)
+def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts with images beside texts, cut amid an image, and again after hits within one."""
+    spare_position_kernel(monkeypatch)
+    name = "qwen3_vl"
+    model = add_processor(build(tmp_path / name, name), name)
+    policies: list[Policy] = [FULL, Read(READ)]
+    shown = [
+        Shown.of(name, 20, (7, 9, 0), 60, seed=1),
+        Shown.of(name, 30, (3, 5, 2), 70, (9, 8, 3), 20, seed=3),
+        Shown.of(name, 97, seed=20),
+        Shown.of(name, 90, (7, 9, 5), 12, seed=5),
+    ]
+    each = in_turn(policies, len(shown))
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": False,
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "long_prefill_token_threshold": 40,
+        "enable_prefix_caching": True,
+        "limit_mm_per_prompt": {"image": 2, "video": 0},
+        "kv_cache_dtype": NAME,
+    }
+    with running(model, "full", config=room_for(policies), **options) as engine:
+        answers = pictures.ask(engine, shown, each, 6)
+        again = pictures.ask(engine, shown, each[::-1], 4)
+        engine.assert_idle()
+    assert all(answer.cached for answer in again)
+    with_images = {i: one for i, one in enumerate(shown * 2) if one.images}
+    theirs = [*each, *each[::-1]]
+    assert_near(model, [*answers, *again], theirs, median=5e-4, shown=with_images)
 
 
 @nightly

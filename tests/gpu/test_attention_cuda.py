@@ -158,6 +158,29 @@ def test_int8_of_any_size(head_dim: int, share: int, dtype: torch.dtype, order: 
             assert (off.amax(dim=1) < near * expected.abs().amax(dim=1)).all()
 
 
+@pytest.mark.parametrize("cache_dtype", [BF16, E4M3, INT8], ids=str)
+@pytest.mark.parametrize(("kv_heads", "splits"), [(2, 1), (2, 16), (1, 16)])
+def test_one_list_for_all(cache_dtype: torch.dtype, kv_heads: int, splits: int) -> None:
+    """As a list of each row and KV head says, which are alike."""
+    case, unit = make_case(LENGTHS, kv_heads=kv_heads, cache_dtype=cache_dtype), 32
+    units = torch.arange(-(-max(LENGTHS) // unit), dtype=torch.int32, device="cuda")
+    counts = ((case.lens + unit - 1) // unit)[:, None].expand(-1, case.num_kv_heads).contiguous()
+    one = units.expand(*counts.shape, -1)
+    found = []
+    for indices in (one.contiguous(), one):
+        got = Attention.of(case, splits)
+        run_attend(case, indices, counts, unit, splits, got)
+        check_attention(case, indices, counts, unit, got)
+        found.append(got.out.nan_to_num(7))
+    assert torch.equal(*found)
+    if kv_heads == 1:
+        return
+    # One list for each KV head is neither.
+    by_head = one[:1].contiguous().expand_as(one)
+    with pytest.raises(RuntimeError, match="one list for all rows"):
+        run_attend(case, by_head, counts, unit, splits, Attention.of(case, splits))
+
+
 def test_int8_without_its_scales_is_refused() -> None:
     case = make_case(LENGTHS, head_dim=64, share=2, cache_dtype=INT8)
     indices, counts = any_units(case, 1)

@@ -147,7 +147,32 @@ class TestStoreAndUndo:
                 keys, values = (
                     torch.full(size, torch.nan, dtype=dtype, device=device) for _ in range(2)
                 )
-                copy(paged, table, first, end, keys, values)
+                ends = torch.tensor([0, end - first], dtype=torch.int32, device=device)
+                copy(paged, table[None], first, ends, end - first, keys, values)
                 torch.testing.assert_close(keys[:-2], right_keys[first:end], **near)
                 torch.testing.assert_close(values[:-2], right_values[first:end], **near)
                 assert keys[-2:].isnan().all() and values[-2:].isnan().all()
+
+    @pytest.mark.parametrize("first", [0, 5])
+    def test_undoes_several_requests(self, nhd: bool, first: int, device: str) -> None:
+        """One behind the other: some without entries, some of whole tiles, their rows apart."""
+        lens = [32, 0, 70, 1, 64, 33, 0]
+        _, cache = pages(device, nhd)
+        paged = PagedKV.of_int8(cache, DIM, SIDECAR)
+        slots = torch.arange(BLOCKS * SIZE, device=device)
+        store_in_torch(paged, *random_entries(len(slots), device, torch.float32), slots)
+        # A part of a wider table, behind others' rows: an address of no particular multiple.
+        wide = torch.stack([torch.randperm(BLOCKS) for _ in range(len(lens) + 1)]).int()
+        table = wide.to(device)[1:, :4]
+        ends = torch.tensor([0, *lens], device=device).cumsum(0).int()
+        size = (sum(lens) + 2, HEADS, DIM)
+        for copy in (undo_in_torch, undo_in_triton):
+            keys, values = (torch.full(size, torch.nan, device=device) for _ in range(2))
+            copy(paged, table, first, ends, sum(lens), keys, values)
+            begin = 0
+            for row, count in zip(table, lens, strict=True):
+                index = torch.arange(first, first + count, device=device)
+                assert torch.equal(keys[begin : begin + count], paged.keys_at(row, index))
+                assert torch.equal(values[begin : begin + count], paged.values_at(row, index))
+                begin += count
+            assert keys[-2:].isnan().all() and values[-2:].isnan().all()

@@ -7,6 +7,8 @@ import pytest
 import torch
 from support.int8 import NAME
 from support.refused import Connector, changed, drafted_by, lines_of
+from vllm import platforms
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
@@ -18,6 +20,7 @@ from vllm_kvx.server.int8_cache import FULL_OVER_INT8, OVER_INT8
 from vllm_kvx.server.start_refusal import reasons
 from vllm_kvx.tools.doctor.findings import Context, Request
 from vllm_kvx.tools.doctor.sizes import Pool, Sizes
+from vllm_kvx.worker.int8_cache.backend import Int8AttentionBackend
 
 OVER = {"dtype": "float32", "kv_cache_dtype": NAME}
 
@@ -70,6 +73,25 @@ def test_what_depends_on_the_batch_or_another_backend(make_config, monkeypatch) 
         "VLLM_BATCH_INVARIANT" in line
         for line in lines_of(make_config, "fier-64", kv_cache_dtype=NAME)
     )
+
+
+@pytest.mark.parametrize(("capability", "is_served"), [((7, 5), False), ((8, 0), True)])
+def test_older_gpus(make_config, monkeypatch, capability: tuple[int, int], is_served: bool) -> None:
+    config = make_config("fier-64", **OVER)
+    monkeypatch.setattr(
+        platforms.current_platform,
+        "get_device_capability",
+        lambda device_id=0: DeviceCapability(*capability),
+    )
+    assert Int8AttentionBackend.supports_compute_capability(DeviceCapability(*capability)) == (
+        is_served
+    )
+    found = reasons(OVER_INT8, config)
+    if is_served:
+        assert not found
+        return
+    assert len(found) == 1 and "capability 8.0 or later" in found[0] and "\n" not in found[0]
+    assert found[0].endswith("set another --kv-cache-dtype")
 
 
 def test_windows_beside_full_attention(make_config, model_dir) -> None:

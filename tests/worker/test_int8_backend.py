@@ -47,17 +47,27 @@ def by_ops() -> AllEntries:
 
 
 @pytest.mark.parametrize(
-    ("rows", "short"),
-    [([1, 2, 20, 9], 8), ([1, 1, 20, 9], 1), ([1, 1, 1, 1], 1)],
-    ids=["vllm", "ops", "ops alone"],
+    ("rows", "short", "together", "pieces_of"),
+    [
+        ([1, 2, 20, 9], 8, 32, [1, 3]),
+        ([1, 1, 20, 9], 1, 32, [1, 3]),
+        ([1, 1, 20, 9], 1, 133, [1]),
+        ([1, 1, 1, 1], 1, 133, []),
+    ],
+    ids=["vllm", "ops", "ops, shared", "ops alone"],
 )
 def test_rows_beside_a_chunk(
     config: Any,
     monkeypatch: pytest.MonkeyPatch,
     rows: list[int],
     short: int,
+    together: int,
+    pieces_of: list[int],
 ) -> None:
-    """Two requests of few rows are read as stored, one of 20 is undone, and one in slices."""
+    """Two requests of few rows are read as stored; one of 20 is undone, and one in slices or both.
+
+    pieces_of: of each chunk.
+    """
     monkeypatch.setattr(pieces, "SLICE", 32)
     generator = torch.Generator().manual_seed(0)
     spec = FullAttentionSpec(
@@ -72,7 +82,7 @@ def test_rows_beside_a_chunk(
             HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, "int8_per_token_head"
         )
         builder = backend.Int8MetadataBuilder(spec, [], config, torch.device("cpu"))
-    builder.short = short  # A CPU has all undone.
+    builder.short, builder.together = short, together  # A CPU has all undone.
     impl.sidecar_bytes, impl.all_entries = SIDECAR, by_ops()
     kv_cache, layer = cache(), SimpleNamespace()
     table = torch.randperm(BLOCKS, generator=generator)[: 4 * 4 - 4].int()
@@ -111,9 +121,7 @@ def test_rows_beside_a_chunk(
             slot_mapping=where,
         ),
     )
-    assert [len(chunk.pieces) for chunk in metadata.undone.chunks] == [1, 3][
-        : 2 * (max(rows) > short)
-    ]
+    assert [len(chunk.pieces) for chunk in metadata.undone.chunks] == pieces_of
     query = torch.randn(sum(rows) + 1, HEADS, DIM, generator=generator)
     out = torch.full_like(query, torch.nan)
     # With another block table, as groups of one stage are given.

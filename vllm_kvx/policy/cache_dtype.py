@@ -14,6 +14,8 @@ UNSCALED = ("bfloat16", "float16")
 FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 # With a scale for each token and KV head; see ``why_not_over``.
 INT8 = "int8_per_token_head"
+# The least compute capability of GPUs that run policies over it: FlashAttention reads prompts.
+INT8_CAPABILITY = (8, 0)
 # `auto` takes the checkpoint's type.
 KV_CACHE_DTYPES = ("auto", *UNSCALED, *FP8, INT8)
 _LOSSLESS = (None, "auto", *UNSCALED)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from vllm_kvx.config.cache_dtype import skipped_layers
 from vllm_kvx.config.policy_layers import is_mixed
 from vllm_kvx.config.settings import KVSettings
-from vllm_kvx.policy.cache_dtype import INT8, why_not_over
+from vllm_kvx.policy.cache_dtype import INT8, INT8_CAPABILITY, why_not_over
 from vllm_kvx.server.pipeline_checks import in_pipeline
 from vllm_kvx.server.start_refusal import (
     BACKEND,
@@ -31,6 +31,12 @@ def is_int8(c: "VllmConfig") -> bool:
 
 # Where policies run over such a cache.
 OVER_INT8: tuple[Refusal, ...] = (
+    Refusal(
+        lambda _: _is_older_gpu(),
+        f"a KV cache of {INT8} needs a GPU of compute capability "
+        f"{'.'.join(map(str, INT8_CAPABILITY))} or later, and this one is older: {_OTHER}",
+        CACHE_DTYPE,
+    ),
     Refusal(
         lambda c: asked_backend(c) is not None,
         f"a KV cache of {INT8} is read by an attention backend of vllm-kvx's own: drop "
@@ -97,6 +103,14 @@ def _is_batch_invariant() -> bool:
     import vllm.envs
 
     return bool(vllm.envs.VLLM_BATCH_INVARIANT)
+
+
+def _is_older_gpu() -> bool:
+    """Whether FlashAttention does not run here; vLLM asks the driver, without touching CUDA."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()  # None on a CPU.
+    return capability is not None and tuple(capability) < INT8_CAPABILITY
 
 
 def _is_cpu() -> bool:

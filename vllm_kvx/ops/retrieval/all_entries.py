@@ -25,8 +25,8 @@ class AllEntries:
 
     Attributes:
         tokens: (R,) int32, the numbers from 0 on.
-        scratch: that of retrieval, but for `indices`: (R, G, K) int32, every unit's number, and
-            `counts`: (R, G) int32.
+        scratch: that of retrieval, but for `indices`: (R, G, K) int32, every unit's number, one
+            list for all rows and heads, and `counts`: (R, G) int32.
     """
 
     tokens: Tensor
@@ -37,14 +37,15 @@ class AllEntries:
         """For as many rows as `scratch` is for, with at most `max_len` entries each."""
         counts = torch.zeros_like(scratch.counts)
         units = torch.arange(-(-max_len // UNIT), dtype=torch.int32, device=counts.device)
-        indices = units.expand(*counts.shape, -1).contiguous()
+        # One list in memory, since those of many rows with long contexts would take much.
+        indices = units.expand(*counts.shape, -1)
         every = replace(scratch, unit=UNIT, indices=indices, counts=counts, one_launch=None)
         return cls(torch.arange(len(counts), dtype=torch.int32, device=counts.device), every)
 
     @property
     def kept(self) -> list[Tensor]:
         """What is written once."""
-        return [self.tokens, self.scratch.indices]
+        return [self.tokens, self.scratch.indices[0, 0]]
 
     def attend(
         self,

@@ -46,7 +46,8 @@ def attend(
     Args:
         query: (N, H, D); out: (N, H, D), written at the rows' tokens.
         block_table: (B, max_blocks) int32.
-        indices: (R, G, K) int32 units, counts: (R, G) int32; see ``topk``.
+        indices: (R, G, K) int32 units, counts: (R, G) int32; see ``topk``. Either contiguous, or
+            one list for all rows and heads, expanded.
         partial: (R, H, splits, D) float32, partial_lse: (R, H, splits) float32, scratch.
         unit: tokens per unit. key_scale, value_scale: what an fp8 cache's entries are multiplied
             with; beside the scales of `paged`, if it has some. splits: programs that share a row
@@ -82,7 +83,7 @@ def attend(
         *((0, 0, 0) if key_scales is None else key_scales.stride()),
         *((0, 0, 0) if value_scales is None else value_scales.stride()),
         block_table.stride(0),
-        indices.shape[2],
+        _list_stride(indices),
         splits,
         BLOCK_SIZE=paged.block_size,
         D=head_dim,
@@ -107,6 +108,15 @@ def attend(
         D=head_dim,
         BLOCK=triton.next_power_of_2(splits),
     )
+
+
+def _list_stride(indices: Tensor) -> int:
+    """From the units of a row and head to the next one's; 0 where all read one list."""
+    # A dimension of one may have any stride.
+    if all(indices.shape[i] == 1 or not indices.stride(i) for i in (0, 1)):
+        return 0
+    assert indices.is_contiguous()
+    return indices.shape[2]
 
 
 @triton.jit
@@ -144,7 +154,7 @@ def _attend_kernel(
     value_scale_head_stride,
     value_scale_slot_stride,
     table_stride,
-    max_units,
+    list_stride,
     splits,
     BLOCK_SIZE: tl.constexpr,
     D: tl.constexpr,
@@ -166,7 +176,7 @@ def _attend_kernel(
     per_split = tl.cdiv(tl.cdiv(num_entries, splits), TILE) * TILE
     begin = split * per_split
     end = tl.minimum(begin + per_split, num_entries)
-    chosen = indices + place.to(tl.int64) * max_units
+    chosen = indices + place.to(tl.int64) * list_stride
     table = block_table + tl.load(row_requests + row).to(tl.int64) * table_stride
 
     channel = tl.arange(0, D)

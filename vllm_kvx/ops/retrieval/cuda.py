@@ -334,7 +334,8 @@ def attend(
         q: (N, H, D) float16 or bfloat16.
         keys, values: (blocks, G, block_size, D) of the same strides, dtype of q, float8_e4m3fn,
             float8_e5m2 or int8.
-        indices, counts: as ``select`` left them; entries past a row's length do not count.
+        indices, counts: as ``select`` left them, or one list for all rows and heads, expanded to
+            (R, G, K); entries past a row's length do not count.
         partial_out: (R, H, splits, D) float32, partial_lse: (R, H, splits) float32: scratch.
         tickets: (R, G) int32, zero, and again afterwards.
         out: like q; rows `tokens` are written, but for rows with nothing to do.

@@ -34,9 +34,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_kvx.ops.int8.store import store
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval.all_entries import AllEntries
-from vllm_kvx.policy.cache_dtype import INT8
-from vllm_kvx.worker.int8_cache.pieces import NOTHING, SHORT, Plan, plan_of
+from vllm_kvx.policy.cache_dtype import INT8, INT8_CAPABILITY
+from vllm_kvx.worker.int8_cache.pieces import NOTHING, Plan, plan_of, undone_together
 from vllm_kvx.worker.int8_cache.prefill import Softmax, attend_undone
+from vllm_kvx.worker.int8_cache.room import short_rows
 
 # Of a power of two, as kernels take them.
 HEAD_DIMS = (32, 64, 128, 256)
@@ -75,6 +76,7 @@ class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
     """Builds `Int8Metadata`.
 
     short: a request with so many rows, or fewer, is read as it is stored.
+    together: entries of several requests that are undone at once, at most.
     """
 
     # A graph of a batch with a prompt would hold attention of that prompt's length.
@@ -89,11 +91,10 @@ class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.short = SHORT
-        if device.type == "cpu":
-            self.short = 0
-        elif vllm_config.model_config.dtype == torch.float32:  # FlashAttention does not take it.
-            self.short = vllm_config.scheduler_config.max_num_batched_tokens
+        max_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        dtype = cast(torch.dtype, vllm_config.model_config.dtype)
+        self.short = short_rows(device.type, dtype, max_rows)
+        self.together = undone_together(vllm_config.model_config.max_model_len, max_rows)
 
     def build(
         self,
@@ -110,7 +111,8 @@ class Int8MetadataBuilder(TritonAttentionMetadataBuilder):
         # Of prompts the bound is the length.
         assert lens is not None, "the lengths of a batch are known on the host"
         starts = common.query_start_loc_cpu.tolist()
-        undone = plan_of(starts, lens.tolist()[: len(starts) - 1], self.block_size, self.short)
+        of_requests = starts, lens.tolist()[: len(starts) - 1]
+        undone = plan_of(*of_requests, self.block_size, self.short, together=self.together)
         bounds = async_tensor_h2d(list(undone.bounds), dtype=torch.int32, device=self.device)
         return Int8Metadata(**of_stock, undone=undone, bounds=bounds)
 
@@ -229,8 +231,8 @@ class Int8AttentionBackend(TritonAttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
-        # What FlashAttention takes; a CPU has none.
-        return capability is None or capability.major >= 8
+        # A CPU has none.
+        return capability is None or tuple(capability) >= INT8_CAPABILITY
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -4,6 +4,7 @@ FlashAttention reads the model's own dtype alone, and reads it fast. A chunk's o
 read as they are stored, too, so that it does not matter where a prompt is cut.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,27 @@ class Softmax(NamedTuple):
     soft_cap: float
 
 
+class Rows(NamedTuple):
+    """What requests ask with, one request's rows behind another's.
+
+    query: (m, H, D). bounds: (requests + 1,) int32 on the device, 0 and where each one's rows end.
+    longest: the most rows of one.
+    """
+
+    query: Tensor
+    bounds: Tensor
+    longest: int
+
+
+class Entries(NamedTuple):
+    """What requests attend to, laid out like `Rows`; keys, values: (n, G, D)."""
+
+    keys: Tensor
+    values: Tensor
+    bounds: Tensor
+    longest: int
+
+
 def attend_undone(
     query: Tensor,
     paged: PagedKV,
@@ -33,26 +55,27 @@ def attend_undone(
     softmax: Softmax,
     version: int | None,
 ) -> None:
-    """Attention of one request's rows to all of its entries up to each row's own.
+    """Attention of a chunk's rows to all entries of their requests up to each row's own.
 
     Args:
         query, out: (N, H, D), of which the rows of `chunk` are read and written.
-        block_table: (R, blocks) int32. bounds: (pieces, 4) int32 on the device: `Plan.bounds`.
+        block_table: (R, blocks) int32. bounds: int32 on the device: `Plan.bounds`.
         version: of FlashAttention; None has torch attend.
     """
     query, out = query[chunk.begin : chunk.stop], out[chunk.begin : chunk.stop]
-    most = max(piece.end - piece.first for piece in chunk.pieces)
+    most = max(piece.total for piece in chunk.pieces)
     size = most, paged.num_heads, paged.head_dim
     keys, values = (torch.empty(size, dtype=query.dtype, device=query.device) for _ in range(2))
-    table = block_table[chunk.request]
+    tables = block_table[chunk.request : chunk.request + chunk.num_requests]
     before: tuple[Tensor, Tensor] | None = None
     for piece in chunk.pieces:
-        is_last = piece is chunk.pieces[-1]
-        count = piece.end - piece.first
-        undo(paged, table, piece.first, piece.end, keys, values)
+        is_last, count = piece is chunk.pieces[-1], piece.total
+        of_rows, of_entries = (bounds[at] for at in chunk.bounds_at(piece))
+        undo(paged, tables, piece.first, of_entries, count, keys, values)
         part = out if is_last and before is None else torch.empty_like(out)
-        ends, of_piece = bounds[piece.place], (keys[:count], values[:count])
-        lse = _attend(query, *of_piece, ends, is_last, part, softmax, version)
+        rows = Rows(query, of_rows, chunk.longest)
+        entries = Entries(keys[:count], values[:count], of_entries, piece.longest)
+        lse = _attend(rows, entries, is_last, part, softmax, version)
         if before is None:
             before = part, lse
             continue
@@ -75,33 +98,31 @@ def scratch_bytes(
 
 
 def _attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    ends: Tensor,
+    rows: Rows,
+    entries: Entries,
     is_causal: bool,
     out: Tensor,
     softmax: Softmax,
     version: int | None,
 ) -> Tensor:
-    """Writes attention of query (m, H, D) to keys and values (n, G, D) to `out`.
+    """Writes each request's attention to its own entries to `out` (m, H, D).
 
-    ends: (4,) int32 on the device: 0, m, 0, n.
+    is_causal: a request's last row sees all of its entries, the one before it one less, and so on.
     Returns: (H, m) float32, the logarithm of each softmax's sum.
     """
     if version is None:
-        return _attend_in_torch(query, keys, values, is_causal, out, softmax)
+        return _attend_in_torch(rows, entries, is_causal, out, softmax)
     from vllm.v1.attention.backends import fa_utils
 
     _, lse = fa_utils.flash_attn_varlen_func(  # No CPU's build has it.
-        q=query,
-        k=keys,
-        v=values,
+        q=rows.query,
+        k=entries.keys,
+        v=entries.values,
         out=out,
-        cu_seqlens_q=ends[:2],
-        max_seqlen_q=query.shape[0],
-        cu_seqlens_k=ends[2:],
-        max_seqlen_k=keys.shape[0],
+        cu_seqlens_q=rows.bounds,
+        max_seqlen_q=rows.longest,
+        cu_seqlens_k=entries.bounds,
+        max_seqlen_k=entries.longest,
         softmax_scale=softmax.scale,
         causal=is_causal,
         softcap=softmax.soft_cap,
@@ -112,9 +133,22 @@ def _attend(
 
 
 def _attend_in_torch(
+    rows: Rows, entries: Entries, is_causal: bool, out: Tensor, softmax: Softmax
+) -> Tensor:
+    """``_attend`` in plain torch, a request after another."""
+    lses = []
+    of_each = zip(pairwise(rows.bounds.tolist()), pairwise(entries.bounds.tolist()), strict=True)
+    for (begin, stop), (first, end) in of_each:
+        some = entries.keys[first:end], entries.values[first:end]
+        own = rows.query[begin:stop], *some, is_causal, out[begin:stop], softmax
+        lses.append(_attend_to_one(*own))
+    return torch.cat(lses, dim=1)
+
+
+def _attend_to_one(
     query: Tensor, keys: Tensor, values: Tensor, is_causal: bool, out: Tensor, softmax: Softmax
 ) -> Tensor:
-    """``_attend`` in plain torch."""
+    """``_attend_in_torch`` of one request."""
     rows, entries = query.shape[0], keys.shape[0]
     share = query.shape[1] // keys.shape[1]
     of_heads = (each.float().transpose(0, 1).repeat_interleave(share, 0) for each in (keys, values))

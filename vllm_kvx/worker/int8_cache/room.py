@@ -8,12 +8,23 @@ from vllm.config import VllmConfig
 
 from vllm_kvx.ops.retrieval.all_entries import AllEntries
 from vllm_kvx.ops.retrieval.retrieve import Scratch
-from vllm_kvx.worker.int8_cache.pieces import scratch_entries
+from vllm_kvx.worker.int8_cache.pieces import SHORT, scratch_entries
 from vllm_kvx.worker.int8_cache.prefill import scratch_bytes
 
 
+def short_rows(device: str, dtype: torch.dtype, max_rows: int) -> int:
+    """The most rows of a request in a step that is read as it is stored; all others are undone.
+
+    device: its type. dtype: the model's. max_rows: of a step.
+    """
+    if device == "cpu":
+        return 0
+    # FlashAttention does not take float32, and vLLM's kernel reads prompts, too.
+    return max_rows if dtype == torch.float32 else SHORT
+
+
 def room_of(layers: Sequence[Any], dtype: torch.dtype, config: VllmConfig) -> int:
-    """Bytes that one of vLLM's attention `layers` takes, at most; 0 where none has such entries.
+    """Bytes that one of vLLM's attention `layers` takes, at most; 0 where none undoes entries.
 
     layers: with a cache of our own backend, and others. dtype: the model's.
     """
@@ -21,6 +32,8 @@ def room_of(layers: Sequence[Any], dtype: torch.dtype, config: VllmConfig) -> in
     if not ours:
         return 0
     layer, rows = ours[0], config.scheduler_config.max_num_batched_tokens
+    if short_rows(config.device_config.device_type, dtype, rows) >= rows:
+        return 0
     longest = config.model_config.max_model_len
     entries = scratch_entries(longest, rows, config.cache_config.block_size)
     return scratch_bytes(
