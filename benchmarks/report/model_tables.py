@@ -1,4 +1,4 @@
-"""docs/use/compatibility.md's tables of models, from what `benchmarks.report.registry` counted.
+"""docs/use/models.md's tables of models, from what `benchmarks.report.registry` counted.
 
     python -m benchmarks.report.model_tables
     python -m benchmarks.report.model_tables --check
@@ -22,7 +22,7 @@ from benchmarks.report.readme import with_table
 from benchmarks.report.recipes import BESIDE_WINDOWS, NOT_KNOWN
 
 REGISTRY = RESULTS / "tests" / "registry.json"
-PAGE = ROOT / "docs" / "use" / "compatibility.md"
+PAGE = ROOT / "docs" / "use" / "models.md"
 BEGIN, END = "<!-- tables of models -->", "<!-- /tables of models -->"
 # By the file's words, the page's.
 _POLICIES = {

@@ -1,4 +1,4 @@
-"""The tables of models in docs/use/compatibility.md are those of the file that they are made of."""
+"""The tables of models in docs/use/models.md are those of the file that they are made of."""
 
 from pathlib import Path
 

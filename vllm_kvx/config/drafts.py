@@ -23,7 +23,7 @@ METHOD = "kvx"
 # What vLLM is told in its place.
 STAND_IN = "ngram"
 # A step is verified by reading all of the cache, and each draft reads all weights once more. See
-# docs/use/compatibility.md for the count.
+# docs/use/speculative-decoding.md for the count.
 CACHE_TO_WEIGHTS = 1.0
 _EXAMPLE = '{"method": "kvx", "policy": "fier-256", "num_speculative_tokens": 4}'
 _OURS = {"policy": "fier-256", "cache_to_weights": CACHE_TO_WEIGHTS}
