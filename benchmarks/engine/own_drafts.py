@@ -144,11 +144,14 @@ def run(
     server = Server(args, name, room)
     entry: dict[str, Any] = {"start_s": server.start_s}
     answers: Answers = {}
-    for text, prompts in batches.items():
-        entry[text], answers[text] = measure(server, prompts, args)
-        if args.profile:
-            entry[text]["profile"] = profiled(server.llm, prompts, drafts_of(name))
-    server.close()
+    try:
+        for text, prompts in batches.items():
+            entry[text], answers[text] = measure(server, prompts, args)
+            if args.profile:
+                entry[text]["profile"] = profiled(server.llm, prompts, drafts_of(name))
+    finally:
+        # The next server needs the memory, whatever this one came to.
+        server.close()
     return entry, answers
 
 

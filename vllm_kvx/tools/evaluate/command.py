@@ -32,7 +32,13 @@ from vllm_kvx.tools.engine import on_cpu, prepare_environment
 from vllm_kvx.tools.evaluate import figures, full_answers, report
 from vllm_kvx.tools.evaluate.asking import ask
 from vllm_kvx.tools.evaluate.defaults import DEFAULTS, quick_defaults, set_defaults
-from vllm_kvx.tools.evaluate.engine import NotStarted, OwnEngine, Refused, own_engine
+from vllm_kvx.tools.evaluate.engine import (
+    EngineFailed,
+    NotStarted,
+    OwnEngine,
+    Refused,
+    own_engine,
+)
 from vllm_kvx.tools.evaluate.groups import grouped
 from vllm_kvx.tools.evaluate.original import Model, check_tokenizers, models_of
 from vllm_kvx.tools.evaluate.progress import AnswersBar
@@ -146,7 +152,7 @@ def answer_all(
     load: gives the tokenizer, for second turns.
 
     Raises:
-        ToolError: an engine fails, or the yardstick's answers are too few for a comparison.
+        ToolError: the yardstick's engine fails, or its answers are too few for a comparison.
     """
     rows = [row for model in models for row in model.rows]
     yardstick, failed = rows[0], list[ToolError]()
@@ -168,13 +174,16 @@ def answer_all(
                 for row in members:
                     store.note_resolved(row, engine.resolved(row))
                 check_yardstick(store.resolved, rows)
-                for row in members:
+                for index, row in enumerate(members):
                     try:
                         ask(engine, row, missing[row], prepared, store, bar, load)
-                    except Refused as error:
+                    except (Refused, EngineFailed) as error:
                         if row == yardstick:
                             raise
                         failed.append(error)
+                        if isinstance(error, EngineFailed):
+                            bar.drop(members[index:])
+                            break
                         bar.drop([row])
                     if row == yardstick and missing[row]:
                         bar.clear()

@@ -67,6 +67,10 @@ class Refused(ToolError):
     """The engine takes no such prompt under a row; it answers under others."""
 
 
+class EngineFailed(ToolError):
+    """The engine failed while it answered; others may answer."""
+
+
 class OwnEngine:
     """vLLM's ``LLM`` with room for all of some policies.
 
@@ -116,10 +120,10 @@ class OwnEngine:
 
         Raises:
             Refused: it takes one of the prompts not under this row, and has answered none.
-            ToolError: the engine fails.
+            EngineFailed: it fails.
         """
         from vllm import SamplingParams
-        from vllm.exceptions import VLLMValidationError
+        from vllm.exceptions import VLLMServerError, VLLMValidationError
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
@@ -158,9 +162,10 @@ class OwnEngine:
         except VLLMValidationError as error:
             engine.abort_request(list(ids))
             raise Refused(f"the engine does not answer under {row}: {last_line(error)}") from error
-        except (ValueError, RuntimeError) as error:
-            raise ToolError(
-                f"the engine failed under {row}: {last_line(error)}. Finished answers are kept"
+        except (VLLMServerError, ValueError, RuntimeError) as error:
+            raise EngineFailed(
+                f"the engine failed under {row}: {last_line(error).rstrip('.')}. "
+                "Finished answers are kept"
             ) from error
         return [found[index] for index in range(len(prompts))]
 
