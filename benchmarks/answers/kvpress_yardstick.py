@@ -208,11 +208,12 @@ def run(args: argparse.Namespace) -> None:
     shard, shards = args.shard
     todo = list(prompts.items())[shard - 1 :: shards]
     end = time.monotonic() + (args.time_limit or math.inf)
+    left = ""
     for count, (question, prepared) in enumerate(todo, 1):
         if (question.length, question.task, question.index) in done:
             continue
         if time.monotonic() > end:
-            print(f"--time-limit: {len(todo) - count + 1} prompts are not asked")
+            left = f"--time-limit: of {len(todo)} prompts the last were not asked, from {count} on"
             break
         began = time.perf_counter()
         token_ids = list(prepared.prompt.token_ids)
@@ -243,6 +244,8 @@ def run(args: argparse.Namespace) -> None:
         )
     if content["prompts"]:
         print(table(summary(content["prompts"])))
+    if left:
+        sys.exit(f"{left}: the same command goes on with them")
 
 
 def merge(args: argparse.Namespace) -> None:

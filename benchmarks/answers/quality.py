@@ -4,7 +4,8 @@
 
 The directories hold answers to the same questions under different policies, such as those of
 engines that ran side by side. Where one's engines had another KV cache dtype than the first's, its
-policies are named so, `full@fp8`, and stand beside the first's. Writes
+policies are named so, `full@fp8`, and stand beside the first's. A run that was cut off has the
+answers that it gave, and one without any is left out. Writes
 benchmarks/results/answers/quality-NAME.json and .png, and prints Markdown tables.
 """
 
@@ -34,6 +35,9 @@ def read(directories: Sequence[Path]) -> tuple[list[Answer], dict[str, Any]]:
     for directory in directories:
         before = json.loads((directory / "run.json").read_text(encoding="utf-8"))
         store = Store(directory, before)
+        if not any(store):
+            print(f"{directory} has no answers: it is left out")
+            continue
         own = _dtype_of_run(store)
         dtype = own if not facts else dtype
         named = None if own == dtype else own
@@ -52,6 +56,8 @@ def read(directories: Sequence[Path]) -> tuple[list[Answer], dict[str, Any]]:
         meant = {str(row.over(named)): str(name) for row, name in store.resolved.items()}
         resolved = {**facts.get(RESOLVED, {}), **meant}
         facts = {**before, **facts, "commands": commands, RESOLVED: resolved}
+    if not answers:
+        raise SystemExit("there are no answers")
     lengths = {a.question.length for a in answers.values() if a.question.length}
     facts["lengths"] = sorted(lengths)
     facts["tasks"] = list(dict.fromkeys(a.question.task for a in answers.values()))

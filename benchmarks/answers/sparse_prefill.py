@@ -7,7 +7,8 @@ prefill_blocks``, then answered greedily; decode reads all entries. Prompts are 
 ``vllm_kvx.tools.tasks`` at the given lengths, and with `--ruler` those of a file of RULER's. Of the
 first prompts of a length also how much of a dense prefill's attention each setting would read.
 
-The file is rewritten after every prompt; a run that finds it goes on from there.
+The file is rewritten after every prompt; a run that finds it goes on from there. The exit status is
+1 while prompts are left.
 """
 
 import argparse
@@ -179,7 +180,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str]) -> None:
+def check_tasks(args: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
+    """Raises SystemExit where a file's prompts are of other tasks than this run's."""
+    made = [prompt for prompt in prompts if prompt["group"].isdigit()]
+    for prompt in made:
+        if prompt["task"] != args.tasks[prompt["number"] % len(args.tasks)]:
+            sys.exit(f"{args.out} was made with other --tasks: name another --out")
+
+
+def main(argv: list[str]) -> int:
     args = parse_args(argv)
     named: dict[str, Setting] = args.named
     if args.ruler and not args.ruler.is_file():
@@ -212,10 +221,15 @@ def main(argv: list[str]) -> None:
         same = ("model", "dtype", "settings", "seed")
         if any(earlier[key] != content[key] for key in same):
             sys.exit(f"{args.out} was made with other settings: name another --out")
+        check_tasks(args, earlier["prompts"])
         content["prompts"], content["seconds"] = earlier["prompts"], earlier["seconds"]
     before = content["seconds"]
     done = {(prompt["group"], prompt["number"]) for prompt in content["prompts"]}
+    cut_off = False
     for asked in prompts_of(args, model.tokenizer, done):
+        if time.monotonic() - began > args.time_limit:
+            cut_off = True
+            break
         found = one_prompt(model, asked, named, asked.number < args.recall_prompts)
         content["prompts"].append(found)
         elapsed = time.monotonic() - began
@@ -228,12 +242,14 @@ def main(argv: list[str]) -> None:
             f"dense {found['scores']['dense']:.2f}, mean {right:.2f}, "
             f"{found['seconds']} s, {elapsed:.0f} s in all",
             file=sys.stderr,
+            flush=True,
         )
-        if elapsed > args.time_limit:
-            break
     if content["prompts"]:
         print(table(summarise(content["prompts"])))
+    if cut_off:
+        print("--time-limit: prompts are left, with which the same command goes on", flush=True)
+    return 1 if cut_off else 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

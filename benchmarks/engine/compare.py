@@ -163,6 +163,8 @@ def run_engine(
                 if text != seen:
                     seen, report = text, json.loads(text)
                     on_report(report)
+                    # It would take seconds to end by itself, and leaves nothing more.
+                    ended |= report["status"] == "done"
                 if deadline is not None and time.monotonic() > deadline and not ended:
                     stopped = True
                     break

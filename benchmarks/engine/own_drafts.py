@@ -9,13 +9,16 @@ the tasks that `vllm-kvx evaluate` generates. They are in the prefix cache befor
 `tokens_per_s` is from all requests at once to the last token of the last one, and so counts what it
 takes to send and look up the prompts; `decode_tokens_per_s` is from the first token of the last
 request on. Answers are greedy and go on to `--tokens`; how many are those of `stock`, token for
-token, is counted, and how far they agree. The file is written again after each server.
+token, is counted, and how far they agree. The file is written again after each server, and a run
+that finds it goes on with the servers that it lacks or that failed; the exit status is 1 while
+there are such.
 
 With `--profile` each server's engine runs in one process with its client, which may cost a little,
 and some steps in which all requests decode are recorded (``common.decode_steps``).
 """
 
 import argparse
+import json
 import multiprocessing
 import os
 import re
@@ -39,6 +42,9 @@ Prompts = Mapping[str, Sequence[tuple[int, ...]]]
 Answers = dict[str, list[list[int]]]
 
 TASKS = ("niah_multivalue", "several_words", "niah_multikey_1", "code_lookup")
+
+# What servers of one file have in common, beside the model.
+SETTINGS = ("batches", "tokens", "repeats", "memory", "profile", "eager")
 
 # Of a profile, what is printed.
 TOLD = ("step_ms", "tokens", "profiled_step_ms", "device_busy_ms", "parts")
@@ -138,11 +144,14 @@ def run(
     server = Server(args, name, room)
     entry: dict[str, Any] = {"start_s": server.start_s}
     answers: Answers = {}
-    for text, prompts in batches.items():
-        entry[text], answers[text] = measure(server, prompts, args)
-        if args.profile:
-            entry[text]["profile"] = profiled(server.llm, prompts, drafts_of(name))
-    server.close()
+    try:
+        for text, prompts in batches.items():
+            entry[text], answers[text] = measure(server, prompts, args)
+            if args.profile:
+                entry[text]["profile"] = profiled(server.llm, prompts, drafts_of(name))
+    finally:
+        # The next server needs the memory, whatever this one came to.
+        server.close()
     return entry, answers
 
 
@@ -164,6 +173,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--profile", action="store_true", help="records some steps of each server")
+    parser.add_argument(
+        "--time-limit", type=float, help="seconds, after which no server is started"
+    )
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
@@ -178,11 +190,49 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str]) -> None:
+def begun(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """The results file so far; raises SystemExit if it was made otherwise."""
+    what = f"Tokens/s of requests that decode at once on {args.model.name}, by what drafts."
+    content: dict[str, Any] = {
+        "about": about(what, command_line("benchmarks.engine.own_drafts", argv), args.commit),
+        "gpu": None if on_cpu() else gpu(),
+        "settings": {key: getattr(args, key) for key in SETTINGS} | {"model": args.model.name},
+        "servers": {},
+        "answers_of": None,
+        "answers": {},
+    }
+    if args.out.exists():
+        earlier = json.loads(args.out.read_text(encoding="utf-8"))
+        if any(earlier.get(key) != content[key] for key in ("gpu", "settings")):
+            raise SystemExit(f"{args.out} was made with other settings: name another --out")
+        content |= {key: earlier[key] for key in ("servers", "answers_of", "answers")}
+    return content
+
+
+def add(content: dict[str, Any], name: str, entry: dict[str, Any], answers: Answers) -> None:
+    """Adds a server's figures, and how far its answers are those of the first that answered."""
+    if answers and content["answers_of"] is None:
+        content["answers_of"] = name
+    for text, tokens in answers.items():
+        first = content["answers"].setdefault(text, [" ".join(map(str, row)) for row in tokens])
+        stock = [list(map(int, row.split())) for row in first]
+        entry[text]["same_answers"] = sum(map(list.__eq__, tokens, stock))
+        entry[text]["agree_for"] = [agree(a, b) for a, b in zip(tokens, stock, strict=True)]
+    content["servers"][name] = entry
+
+
+def main(argv: Sequence[str]) -> int:
+    began, longest = time.monotonic(), 0.0
     args = parse_args(argv)
     prepare_environment()
     if args.profile:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    content = begun(args, argv)
+    servers = content["servers"]
+    missing = [name for name in args.servers if "error" in servers.get(name, {"error": ""})]
+    if not missing:
+        print(f"{args.out} has all of them", flush=True)
+        return 0
     from transformers import AutoTokenizer
 
     from vllm_kvx.tools.tasks.prompts import fitted
@@ -199,30 +249,30 @@ def main(argv: Sequence[str]) -> None:
     most = max(map(drafts_of, args.servers))
     tokens = max(args.tokens, most_tokens(most) if args.profile else 0)
     room = max(len(prompt) for prompts in batches.values() for prompt in prompts) + tokens + 8
-    what = f"Tokens/s of requests that decode at once on {args.model.name}, by what drafts."
-    content: dict[str, Any] = {
-        "about": about(what, command_line("benchmarks.engine.own_drafts", argv), args.commit),
-        "gpu": None if on_cpu() else gpu(),
-        "servers": {},
-    }
-    first: dict[str, list[list[int]]] = {}
-    for name in args.servers:
+    well = True
+    for name in missing:
+        start = time.monotonic()
+        if args.time_limit and start - began + longest > args.time_limit:
+            print(f"{name}: no time left", flush=True)
+            return 1
         entry: dict[str, Any] = {}
+        answers: Answers = {}
         try:
-            entry, found = (run_alone if args.profile else run)(args, name, batches, room)
-            for text, answers in found.items():
-                stock, row = first.setdefault(text, answers), entry[text]
-                row["same_answers"] = sum(map(list.__eq__, answers, stock))
-                row["agree_for"] = [agree(a, b) for a, b in zip(answers, stock, strict=True)]
-                told = {key: value for key, value in row.items() if key != "profile"}
-                told |= {key: row["profile"][key] for key in TOLD if args.profile}
-                print(name, text, told, flush=True)
+            entry, answers = (run_alone if args.profile else run)(args, name, batches, room)
         except Exception as error:  # the other servers' figures stay
             entry["error"] = last_line(error)
             print(name, entry["error"], flush=True)
-        content["servers"][name] = entry
+            well = False
+        longest = max(longest, time.monotonic() - start)
+        add(content, name, entry, answers)
         write_json(args.out, content)
+        for text in answers:
+            row = entry[text]
+            told = {key: value for key, value in row.items() if key != "profile"}
+            told |= {key: row["profile"][key] for key in TOLD if args.profile}
+            print(name, text, told, flush=True)
+    return 0 if well else 1
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -12,6 +12,9 @@ and graphs down: times of kernels count, pauses are more than without it, and `i
 device's own time leaves of `step_ms`, is fair. `gain` is stock's step over the policy's, at as many
 ranks. The scheduler's process is not recorded: `benchmarks.engine.host_time` times it.
 
+The file is written again after each server, and a run that finds it goes on with those that it
+lacks; the exit status is 1 while there are such.
+
 On a CPU: --dtype float32 --enforce-eager --engine-args '{"block_size": 32}', which shows the host's
 parts alone.
 """
@@ -25,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,8 @@ SAMPLES = 3
 SETTLE = 2
 # The scheduler goes on while this process asks for a profile.
 AHEAD = 256
+# What servers of one file have in common.
+SAME = ("gpu", "model", "engine", "layout", "steps")
 # Whose version counts besides: with it vLLM may fuse all-reduces and norms.
 PACKAGES = ("flashinfer",)
 
@@ -192,6 +197,24 @@ def told(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def go_on(args: argparse.Namespace, content: dict[str, Any]) -> None:
+    """Takes over what --out has of an earlier run; raises SystemExit if that was another's."""
+    if not args.out.exists():
+        return
+    earlier = json.loads(args.out.read_text(encoding="utf-8"))
+    if any(earlier[key] != content[key] for key in SAME):
+        raise SystemExit(f"{args.out} was made with other settings: name another --out")
+    for server, by_ranks in earlier["servers"].items():
+        content["servers"].setdefault(server, {}).update(by_ranks)
+
+
+def has_all(entry: Mapping[str, Any], server: str, cases: Sequence[str]) -> bool:
+    """Whether a server's entry has every case; stock's are without a policy."""
+    stock = split_name(server)[0] is None
+    wanted = {text.partition("@")[0] if stock else text for text in cases}
+    return wanted <= entry.get("cases", {}).keys()
+
+
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.engine.ranks")
     add = parser.add_argument
@@ -249,9 +272,14 @@ def main(argv: Sequence[str]) -> int:
         "steps": args.steps,
         "servers": {server: {} for server in args.servers},
     }
+    go_on(args, content)
     well = True
     for ranks in args.ranks:
         for server in args.servers:
+            before = content["servers"][server].get(str(ranks), {})
+            if has_all(before, server, args.cases):
+                print(f"{server}, {ranks} ranks: measured before", flush=True)
+                continue
             entry: dict[str, Any] = {}
             start = time.monotonic()
             if args.time_limit and start - began + longest > args.time_limit:
@@ -262,14 +290,17 @@ def main(argv: Sequence[str]) -> int:
                 except Exception as error:  # the other servers' figures stay
                     entry["error"] = last_line(error)
             longest = max(longest, time.monotonic() - start)
+            if known := before.get("cases", {}) | entry.get("cases", {}):
+                entry["cases"] = known
             content["servers"][server][str(ranks)] = entry
             add_gains(content["servers"])
             write_json(args.out, content)
             for text, row in entry.get("cases", {}).items():
                 print(f"{server}, {ranks} ranks, {text}: {told(row)}", flush=True)
-            if "cases" not in entry:
-                well &= "left_out" in entry
-                print(f"{server}, {ranks} ranks: {entry}", flush=True)
+            if not has_all(entry, server, args.cases):
+                well = False
+                why = {key: entry[key] for key in ("error", "left_out") if key in entry}
+                print(f"{server}, {ranks} ranks: {why}", flush=True)
     return 0 if well else 1
 
 

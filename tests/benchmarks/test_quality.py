@@ -44,6 +44,11 @@ def test_another_cache_stands_beside_the_first(tmp_path: Path) -> None:
     # All of these are the model's own.
     wide = run(tmp_path / "wide", "bfloat16", "snapkv")
     assert list(map(str, Summary(read([first, wide])[0]).rows)) == ["full", "fier-64", "snapkv"]
+    # A run that was cut off before its first answer is not there.
+    none = run(tmp_path / "none", None)
+    assert len(read([none, first])[0]) == len(read([first])[0])
+    with pytest.raises(SystemExit, match="there are no answers"):
+        read([none])
     # A third run over the same cache adds to what is there.
     third = run(tmp_path / "c", "fp8", "snapkv")
     assert Row("snapkv", "fp8") in Summary(read([first, second, third])[0]).rows

@@ -214,7 +214,9 @@ def test_answers_of_everything_are_the_dense_ones(
     argv += ["--settings", "oracle:cover=1.0", least, "one_bit:cover=0.9,tail=1"]
     sparse_prefill.main([*argv, "--prompts", "1", "--recall-prompts", "1"])
     first = json.loads(out.read_text())
-    sparse_prefill.main([*argv, "--prompts", "2", "--recall-prompts", "1"])
+    assert sparse_prefill.main([*argv, "--prompts", "2", "--time-limit", "-1"]) == 1
+    assert json.loads(out.read_text()) == first
+    assert sparse_prefill.main([*argv, "--prompts", "2", "--recall-prompts", "1"]) == 0
     report = json.loads(out.read_text())
     assert len(report["prompts"]) == 2 and report["prompts"][0] == first["prompts"][0]
     dense, whole, least_row, tail = report["rows"]
@@ -228,6 +230,8 @@ def test_answers_of_everything_are_the_dense_ones(
     assert "| 420, n = 2 | oracle:cover=1.0 | 100.0 | 100.0 (" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="was made with other settings"):
         sparse_prefill.main([*argv, "--prompts", "3", "--seed", "1"])
+    with pytest.raises(SystemExit, match="was made with other --tasks"):
+        sparse_prefill.main([*argv, "--tasks", "notes_3", "--prompts", "3"])
     with pytest.raises(SystemExit, match=r"there is no file nowhere\.jsonl"):
         sparse_prefill.main([*argv, "--ruler", "nowhere.jsonl"])
 

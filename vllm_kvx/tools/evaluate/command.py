@@ -32,7 +32,13 @@ from vllm_kvx.tools.engine import on_cpu, prepare_environment
 from vllm_kvx.tools.evaluate import figures, full_answers, report
 from vllm_kvx.tools.evaluate.asking import ask
 from vllm_kvx.tools.evaluate.defaults import DEFAULTS, quick_defaults, set_defaults
-from vllm_kvx.tools.evaluate.engine import NotStarted, OwnEngine, own_engine
+from vllm_kvx.tools.evaluate.engine import (
+    EngineFailed,
+    NotStarted,
+    OwnEngine,
+    Refused,
+    own_engine,
+)
 from vllm_kvx.tools.evaluate.groups import grouped
 from vllm_kvx.tools.evaluate.original import Model, check_tokenizers, models_of
 from vllm_kvx.tools.evaluate.progress import AnswersBar
@@ -88,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
     with _bar("prompts") as bar:
         prepared = suite.prepare(load, bar)
     missing = {row: [each for each in prepared if (row, each) not in store] for row in rows}
-    failed: list[NotStarted] = []
+    failed: list[ToolError] = []
     if any(missing.values()):
         failed = answer_all(args, suite, models, prepared, missing, store, load)
     problems = finish(args, store, summary_of(store, prepared, rows), models[-1], speed, rows)
@@ -140,16 +146,16 @@ def answer_all(
     missing: Mapping[Row, Sequence[QuestionId]],
     store: Store,
     load: Callable[[], Any],
-) -> list[NotStarted]:
-    """Has engines answer what is missing, the yardstick first; returns which did not start.
+) -> list[ToolError]:
+    """Has engines answer what is missing, the yardstick first; returns why rows were passed over.
 
     load: gives the tokenizer, for second turns.
 
     Raises:
-        ToolError: an engine fails, or the yardstick's answers are too few for a comparison.
+        ToolError: the yardstick's engine fails, or its answers are too few for a comparison.
     """
     rows = [row for model in models for row in model.rows]
-    yardstick, failed = rows[0], list[NotStarted]()
+    yardstick, failed = rows[0], list[ToolError]()
 
     def check_full() -> None:
         summary = summary_of(store, prepared, [yardstick])
@@ -159,15 +165,26 @@ def answer_all(
         # Before an engine starts for the others.
         check_full()
     prompts = {row: [prepared[each].prompt for each in left] for row, left in missing.items()}
+    ahead = max(policy.lookahead for model in models for policy in model.rows.values())
+    context = suite.context(prepared, ahead)
     with closing(AnswersBar(prompts)) as bar:
-        engines = engines_of(args, models, missing, suite.context(prepared), failed, bar)
+        engines = engines_of(args, models, missing, context, failed, bar)
         with closing(engines):
             for engine, members in engines:
                 for row in members:
                     store.note_resolved(row, engine.resolved(row))
                 check_yardstick(store.resolved, rows)
-                for row in members:
-                    ask(engine, row, missing[row], prepared, store, bar, load)
+                for index, row in enumerate(members):
+                    try:
+                        ask(engine, row, missing[row], prepared, store, bar, load)
+                    except (Refused, EngineFailed) as error:
+                        if row == yardstick:
+                            raise
+                        failed.append(error)
+                        if isinstance(error, EngineFailed):
+                            bar.drop(members[index:])
+                            break
+                        bar.drop([row])
                     if row == yardstick and missing[row]:
                         bar.clear()
                         check_full()
@@ -314,7 +331,7 @@ def engines_of(
     models: Sequence[Model],
     missing: Mapping[Row, Sequence[QuestionId]],
     context: int,
-    failed: list[NotStarted],
+    failed: list[ToolError],
     bar: AnswersBar,
 ) -> Generator[tuple[OwnEngine | RunningServer, list[Row]]]:
     """Engines that are up, with the rows to ask them for, one after the other.

@@ -63,6 +63,14 @@ class NotStarted(ToolError):
     """An engine does not start; others may."""
 
 
+class Refused(ToolError):
+    """The engine takes no such prompt under a row; it answers under others."""
+
+
+class EngineFailed(ToolError):
+    """The engine failed while it answered; others may answer."""
+
+
 class OwnEngine:
     """vLLM's ``LLM`` with room for all of some policies.
 
@@ -111,9 +119,11 @@ class OwnEngine:
         """Greedy answers under one of the engine's rows, all prompts given at once.
 
         Raises:
-            ToolError: the engine fails.
+            Refused: it takes one of the prompts not under this row, and has answered none.
+            EngineFailed: it fails.
         """
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMServerError, VLLMValidationError
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
@@ -149,9 +159,13 @@ class OwnEngine:
                     if output.finished:
                         found[index] = answered(output.outputs[0])
                         progress.finish(prompts[index], written[index])
-        except (ValueError, RuntimeError) as error:
-            raise ToolError(
-                f"the engine failed under {row}: {last_line(error)}. Finished answers are kept"
+        except VLLMValidationError as error:
+            engine.abort_request(list(ids))
+            raise Refused(f"the engine does not answer under {row}: {last_line(error)}") from error
+        except (VLLMServerError, ValueError, RuntimeError) as error:
+            raise EngineFailed(
+                f"the engine failed under {row}: {last_line(error).rstrip('.')}. "
+                "Finished answers are kept"
             ) from error
         return [found[index] for index in range(len(prompts))]
 

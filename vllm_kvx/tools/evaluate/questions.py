@@ -126,14 +126,17 @@ class Suite:
         """The tasks that `lengths` concern."""
         return [task for task in self.tasks if isinstance(task, Task) or not task.is_short]
 
-    def context(self, prepared: Mapping[QuestionId, PreparedPrompt]) -> int:
-        """Tokens that an engine has to take: the longest prompt with its answer."""
+    def context(self, prepared: Mapping[QuestionId, PreparedPrompt], ahead: int = 0) -> int:
+        """Tokens that an engine has to take: the longest prompt with its answer.
+
+        ahead: tokens that a policy drafts behind a prompt, and for which there has to be room, too.
+        """
         prompts = [each.prompt for each in prepared.values()]
         found = max(
-            (len(p.token_ids) + max(p.max_tokens, len(p.forced)) for p in prompts), default=1
+            (len(p.token_ids) + max(p.max_tokens, len(p.forced), ahead) for p in prompts), default=1
         )
         if self._long or self.perplexity:
-            return max(found, max(self.lengths) + self.longest_answer)
+            return max(found, max(self.lengths) + max(self.longest_answer, ahead))
         return found
 
     def check(self, context: int) -> None:
