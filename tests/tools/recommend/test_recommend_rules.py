@@ -59,7 +59,7 @@ def test_a_ladder_names_every_rate_and_layer() -> None:
 
 def test_those_that_gain_most_come_first() -> None:
     names, _ = names_for(facts(tuned="speed-24"))
-    found, left_out = candidates(names, facts(), 64, gains)
+    found, left_out = candidates(names, facts(), 64, 32000, gains)
     factors = [each.gains.requests for each in found]
     assert len(found) == len(names) and factors == sorted(factors, reverse=True)
     assert not left_out
@@ -78,11 +78,16 @@ def test_those_that_gain_most_come_first() -> None:
         ("snapkv:kv_rate=0.2,after=32", {}, "drops nothing before 32 tokens"),
         ("snapkv:kv_rate=0.2", {"kv_cache_dtype": "int8_per_token_head"}, "it drops or moves"),
         ("snapkv:lookahead=32", {"config": LLAMA | MROPE}, "cannot look ahead"),
+        (
+            "snapkv:lookahead=32",
+            {"config": LLAMA | {"max_position_embeddings": 32031}},
+            "the model's context leaves 31 tokens behind the longest prompt",
+        ),
         ("snapkv:lookahead=32", {"config": LLAMA | KEEPS_STATES}, "cannot look ahead"),
     ],
 )
 def test_what_is_left_out(name: str, changes: dict[str, Any], why: str) -> None:
-    found, ((left, said),) = candidates([name], facts(**changes), 32, gains)
+    found, ((left, said),) = candidates([name], facts(**changes), 32, 32000, gains)
     assert not found and left == name and why in said
 
 
@@ -112,7 +117,9 @@ def test_short_prompts_save_nothing() -> None:
     server = server_of(LLAMA, "h100", None)
     short = Workload(500, 100, 1)
     names = ["fier-2048", "snapkv:kv_rate=0.4", "speed-24"]
-    found, left_out = candidates(names, facts(), 64, lambda name: gains_of(name, short, server))
+    found, left_out = candidates(
+        names, facts(), 64, 32000, lambda name: gains_of(name, short, server)
+    )
     assert [each.name for each in found] == ["speed-24"]
     assert {each.why for each in left_out} == {"it saves nothing of such prompts"}
 
@@ -126,7 +133,9 @@ def test_nothing_is_drafted_behind_prompts_that_stay_whole() -> None:
 def test_rates_below_a_floor_are_one_policy() -> None:
     server, short = server_of(LLAMA, "h100", None), Workload(1000, 100, 1)
     names = ["snapkv:kv_rate=0.4", "snapkv:kv_rate=0.2", "criticalkv:kv_rate=0.2", "snapkv"]
-    found, left_out = candidates(names, facts(), 64, lambda name: gains_of(name, short, server))
+    found, left_out = candidates(
+        names, facts(), 64, 32000, lambda name: gains_of(name, short, server)
+    )
     assert {each.name for each in found} == {"snapkv:kv_rate=0.4", "criticalkv:kv_rate=0.2"}
     assert {each.why for each in left_out} == {
         "of such prompts it saves as much as snapkv:kv_rate=0.4"
@@ -139,6 +148,7 @@ def test_windows_keep_some_from_a_model() -> None:
         ["speed-24", "speed-24+fier-512", "snapkv:kv_rate=0.4"],
         facts(config=config, head_dims=(256,)),
         64,
+        32000,
         lambda name: gains_of(name, WORKLOAD, server_of(config, "h100", None)),
     )
     assert {each.name for each in found} == {"speed-24", "snapkv:kv_rate=0.4"}
@@ -235,7 +245,7 @@ def test_rounds_ask_whole_samples_and_each_once() -> None:
     assert whole == second.asked
     # Made once, for every engine.
     assert [each.asked for each in questions][1] == second.asked
-    assert questions.context == 320 + suite.longest_answer and questions.median == 320
+    assert questions.context() == 320 + suite.longest_answer and questions.median == 320
 
 
 def own(tmp_path: Path, *lines: Any) -> Path:

@@ -7,9 +7,15 @@ import pytest
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tools.evaluate.intervals import Interval, of_kept
-from vllm_kvx.tools.recommend.command import questions_of
 from vllm_kvx.tools.recommend.rounds import Clock
-from vllm_kvx.tools.recommend.stopping import Verdict, least_questions, level_of, rounds_of, verdict
+from vllm_kvx.tools.recommend.stopping import (
+    Verdict,
+    least_questions,
+    level_of,
+    questions_of,
+    rounds_of,
+    verdict,
+)
 
 
 def test_rounds_double() -> None:

@@ -139,6 +139,11 @@ class Suite:
             return max(found, max(self.lengths) + max(self.longest_answer, ahead))
         return found
 
+    def longest_prompt(self, prepared: Mapping[QuestionId, PreparedPrompt]) -> int:
+        """Tokens of the longest prompt."""
+        lengths = [len(each.prompt.token_ids) for each in prepared.values()]
+        return max([*lengths, *(self.lengths if self._long else ())], default=1)
+
     def check(self, context: int) -> None:
         """Raise ToolError for a length at which a prompt with its answer outruns the context."""
         for task in self._long:

@@ -47,7 +47,6 @@ from vllm_kvx.tools.recommend.defaults import (
     FIRST,
     FIRST_ON_CPU,
     INPUT,
-    MOST,
     ON_CPU_MINUTES,
     STEP_ON_CPU,
     TASKS,
@@ -63,7 +62,7 @@ from vllm_kvx.tools.recommend.ladder import (
 )
 from vllm_kvx.tools.recommend.questions import Questions
 from vllm_kvx.tools.recommend.rounds import Clock, Rounds
-from vllm_kvx.tools.recommend.stopping import least_questions, rounds_of
+from vllm_kvx.tools.recommend.stopping import least_questions, questions_of
 from vllm_kvx.tools.tasks.own_prompts import OwnPrompts
 
 
@@ -96,18 +95,17 @@ def run(args: argparse.Namespace) -> None:
             f"shown to keep {args.keep:.1%} by fewer than {least} right ones: give more prompts, "
             "or a lower --keep"
         )
-    if questions.context > context:
+    if questions.context() > context:
         raise ToolError(
-            f"the longest prompt and its answer take {questions.context} tokens, and the model's "
+            f"the longest prompt and its answer take {questions.context()} tokens, and the model's "
             f"context has {context}: leave that prompt out"
         )
     workload = Workload(args.input or questions.median, args.output, args.concurrency)
     facts = model_facts(identity, text_config, dtype_in(args.engine_args))
     server = server_for(args, text_config, facts.head_dim)
     names, left_out = (args.policies, []) if args.policies else names_for(facts)
-    ladder, more = candidates(
-        names, facts, suite.longest_answer, lambda name: gains_of(name, workload, server)
-    )
+    longest = suite.longest_answer, questions.longest_prompt
+    ladder, more = candidates(names, facts, *longest, lambda name: gains_of(name, workload, server))
     left_out += more
     for each in left_out:
         say(f"left out: {each.policy}: {each.why}")
@@ -133,29 +131,6 @@ def run(args: argparse.Namespace) -> None:
 def say(line: str) -> None:
     """Tells how far the run is."""
     print(line, file=sys.stderr, flush=True)
-
-
-def questions_of(keep: float, samples: int | None, first: int = FIRST) -> int:
-    """How many questions are asked at most, where the first round asks `first`.
-
-    Raises:
-        ToolError: so few cannot show that a policy keeps the share.
-    """
-    if keep == 1:
-        raise ToolError(
-            "--keep 1: no number of answers shows that every answer is kept: use --keep 0.99"
-        )
-    most = samples or MOST
-    while samples is None and most < 2 * least_questions(keep, len(rounds_of(most, first))):
-        most *= 2
-    least = least_questions(keep, len(rounds_of(most, first)))
-    if most < least:
-        raise ToolError(
-            f"--samples {samples}: even a policy that keeps every answer is not shown to keep "
-            f"{keep:.1%} by fewer than {least} right ones: use --samples {2 * least}, or a lower "
-            "--keep"
-        )
-    return most
 
 
 def suite_of(args: argparse.Namespace, own: OwnPrompts | None, context: int) -> Suite:
@@ -258,7 +233,8 @@ def ask_all(args: argparse.Namespace, rounds: Rounds, layers: int) -> list[LeftO
     """
     by_row = {Row(each.candidate.name): each.candidate for each in rounds.standings}
     groups = grouped({row: each.policy for row, each in by_row.items()}, layers)
-    options = {"max_model_len": rounds.questions.context, "revision": args.revision}
+    ahead = max(each.candidate.policy.lookahead for each in rounds.standings)
+    options = {"max_model_len": rounds.questions.context(ahead), "revision": args.revision}
     if on_cpu():
         # Short steps: between two of them the clock is looked at, and vLLM gives up a step that
         # takes five minutes.

@@ -102,19 +102,22 @@ def candidates(
     names: Sequence[str],
     facts: ModelFacts,
     longest_answer: int,
+    longest_prompt: int,
     gains_of: Callable[[str], Gains | None],
 ) -> tuple[list[Candidate], list[LeftOut]]:
     """Those of `names` that the model can run and that gain, the ones that gain most first.
 
     longest_answer: tokens that an answer has at most: of no more than retention waits for it says
-        nothing. gains_of: of a policy's name; None where it leaves a layer to measurement.
+        nothing.
+    longest_prompt: tokens; what looks ahead needs room behind them.
+    gains_of: of a policy's name; None where it leaves a layer to measurement.
     """
     found: list[Candidate] = []
     left_out = []
     for name in names:
         try:
             policy = parse_policy(name)
-            why = next(_problems(policy, facts, longest_answer), None)
+            why = next(_problems(policy, facts, longest_answer, longest_prompt), None)
         except PolicyError as error:
             why = str(error)
         gains = None if why else gains_of(name)
@@ -143,7 +146,9 @@ def _are_alike(candidate: Candidate, policy: KVPolicy, gains: Gains) -> bool:
     return first == second and candidate.gains == gains
 
 
-def _problems(policy: KVPolicy, facts: ModelFacts, longest_answer: int) -> Iterator[str]:
+def _problems(
+    policy: KVPolicy, facts: ModelFacts, longest_answer: int, longest_prompt: int
+) -> Iterator[str]:
     """Why a model cannot run a policy; nothing if it can."""
     policy.check_composition()
     policy.check_model(facts.layers)
@@ -167,6 +172,9 @@ def _problems(policy: KVPolicy, facts: ModelFacts, longest_answer: int) -> Itera
     if windows is not None and policy.propagate is not None:
         why = beside_windows(policy, windows, facts.layers)
         yield from [] if why is None else [why]
+    room = facts.config["max_position_embeddings"] - longest_prompt
+    if policy.lookahead > room:
+        yield f"the model's context leaves {room} tokens behind the longest prompt to look ahead"
     if policy.lookahead:
         if windows is not None or not all(map(is_full, layer_kinds(config))):
             yield "some layers slide over a window or keep a state, with which it cannot look ahead"

@@ -69,10 +69,17 @@ class Questions:
         """Questions of the first round."""
         return self._ends[0]
 
+    def context(self, ahead: int = 0) -> int:
+        """Tokens that an engine has to take: the longest prompt with its answer.
+
+        ahead: tokens that a policy drafts behind a prompt, and for which there has to be room, too.
+        """
+        return self._suite.context(dict(self._fixed), ahead)
+
     @property
-    def context(self) -> int:
-        """Tokens that an engine has to take: the longest prompt with its answer."""
-        return self._suite.context(dict(self._fixed))
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return self._suite.longest_prompt(dict(self._fixed))
 
     @property
     def median(self) -> int:

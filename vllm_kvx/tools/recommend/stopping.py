@@ -13,8 +13,9 @@ answers has an error of its own.
 import math
 from enum import StrEnum
 
+from vllm_kvx.errors import ToolError
 from vllm_kvx.tools.evaluate.intervals import LEVEL, Interval, of_mean
-from vllm_kvx.tools.recommend.defaults import FIRST
+from vllm_kvx.tools.recommend.defaults import FIRST, MOST
 
 
 class Verdict(StrEnum):
@@ -58,3 +59,26 @@ def least_questions(keep: float, looks: int) -> int:
     while of_mean([1.0] * count, level).low < keep:
         count = math.ceil(count * 1.02)
     return count
+
+
+def questions_of(keep: float, samples: int | None, first: int = FIRST) -> int:
+    """How many questions are asked at most, where the first round asks `first`.
+
+    Raises:
+        ToolError: so few cannot show that a policy keeps the share.
+    """
+    if keep == 1:
+        raise ToolError(
+            "--keep 1: no number of answers shows that every answer is kept: use --keep 0.99"
+        )
+    most = samples or MOST
+    while samples is None and most < 2 * least_questions(keep, len(rounds_of(most, first))):
+        most *= 2
+    least = least_questions(keep, len(rounds_of(most, first)))
+    if most < least:
+        raise ToolError(
+            f"--samples {samples}: even a policy that keeps every answer is not shown to keep "
+            f"{keep:.1%} by fewer than {least} right ones: use --samples {2 * least}, or a lower "
+            "--keep"
+        )
+    return most
