@@ -14,20 +14,18 @@ from typing import Any
 import pytest
 import torch
 from reference.fier import Retrieve
-from reference.masked import layers_of, storing
-from reference.pictures import picture, seeing
 from reference.wrappers import add_processor, build
 from support import cpu_fp8, inside, pictures
 from support.adapters import Adapters
 from support.cpu_encoders import spare_position_kernel
 from support.engine import Answer, running
-from support.expected import FULL, Policy, Read, expect, load, named
-from support.int8 import NAME, read_by_kernels, rounded
+from support.expected import FULL, Policy, Read, named
+from support.int8 import NAME, read_by_kernels
+from support.int8_answers import AS_IT_IS, away, rounding
 from support.nightly import by_day, nightly
 from support.parity import ask, assert_close, in_turn, room_for
 from support.pictures import Shown
 from support.prompts import prompt_of, prompts_of
-from torch import Tensor
 
 from vllm_kvx.server import validate
 from vllm_kvx.worker.int8_cache import pieces
@@ -39,32 +37,6 @@ READ, PAGES = Retrieve(32, group=32), Retrieve(64, group=32, pages=True)
 @pytest.fixture
 def model(tiny: Callable[..., Path]) -> Path:
     return tiny(layers=LAYERS)
-
-
-def rounding(*exact: int) -> Callable[[int, int, Tensor], Tensor]:
-    """What layers store; see ``reference.masked.storing``. exact: layers that skip the cache."""
-    return lambda layer, _, entries: entries if layer in exact else rounded(entries)
-
-
-def away(
-    model: Path,
-    answers: Sequence[Answer],
-    policies: Sequence[Policy],
-    store: Any,
-    shown: Mapping[int, Shown],
-) -> dict[str, Tensor]:
-    """By policy, how far logprobs are from its reference's, as far as choices are certain."""
-    loaded, found = load(model), dict[str, list[Tensor]]()
-    for i, (answer, policy) in enumerate(zip(answers, policies, strict=True)):
-        pictured = None
-        if i in shown:
-            layers, pixels = layers_of(loaded), shown[i].pixels()
-            pictured = picture(loaded, layers, model, answer.prompt, pixels)
-        with storing(store), seeing(pictured):
-            expected = expect(loaded, answer.prompt, answer.tokens, policy)
-        differs = (answer.logprobs - expected.logprobs).abs()
-        found.setdefault(named(policy), []).append(differs[: max(expected.clear, 1)])
-    return {name: torch.cat(each) for name, each in found.items()}
 
 
 def assert_near(
@@ -88,7 +60,7 @@ def assert_near(
     longest = {named(policies[i]): i for i, _ in pairs}.values()
     some, theirs = [answers[i] for i in longest], [policies[i] for i in longest]
     images = {place: shown[i] for place, i in enumerate(longest) if i in shown}
-    for name, differs in away(model, some, theirs, rounding(*range(99)), images).items():
+    for name, differs in away(model, some, theirs, AS_IT_IS, images).items():
         assert differs.median() > 1e-3, (name, differs)
 
 

@@ -322,8 +322,9 @@ def check_attention(
             products = query[head] @ keys.T * case.q.shape[2] ** -0.5
             mine = None if sinks is None else sinks[head * share : (head + 1) * share]
             expected = softmax(capped(products, soft_cap), mine) @ values
-            worst = 2e-2 if case.q.dtype == BF16 else 3e-3
-            assert (out[head] - expected).abs().max() < worst
+            worst, rounding = (2e-2, 2.0**-8) if case.q.dtype == BF16 else (3e-3, 2.0**-11)
+            # Of one large value the weight and the result are both rounded.
+            assert ((out[head] - expected).abs() < worst + rounding * expected.abs()).all()
     assert got.out[untouched].isnan().all()
 
 

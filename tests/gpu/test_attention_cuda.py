@@ -6,9 +6,12 @@ import pytest
 import torch
 from support.ragged import make_sinks
 
+from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda as cuda_ops
+from vllm_kvx.ops.retrieval.all_entries import UNIT, AllEntries
 from vllm_kvx.ops.retrieval.attend import attend, attend_reference
+from vllm_kvx.ops.retrieval.retrieve import Scratch
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 
 from .retrieval_cases import (
@@ -179,6 +182,37 @@ def test_one_list_for_all(cache_dtype: torch.dtype, kv_heads: int, splits: int) 
     by_head = one[:1].contiguous().expand_as(one)
     with pytest.raises(RuntimeError, match="one list for all rows"):
         run_attend(case, by_head, counts, unit, splits, Attention.of(case, splits))
+
+
+@pytest.mark.parametrize("cache_dtype", [BF16, INT8], ids=str)
+@pytest.mark.parametrize("soft_cap", [None, 0.5])
+def test_all_entries(cache_dtype: torch.dtype, soft_cap: float | None) -> None:
+    """As the layers of a server call it, which do not choose; rows are those of the block table."""
+    case = make_case(LENGTHS, cache_dtype=cache_dtype)
+    (count, kv_heads), (_, heads, dim) = (len(LENGTHS), case.num_kv_heads), case.q.shape
+    first = torch.arange(count, dtype=torch.int32, device="cuda")
+    table = case.block_table[case.requests.long()]
+    case = replace(case, tokens=first, requests=first, block_table=table)
+    scratch = Scratch.of(
+        INDEXES["one_bit"],
+        num_heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        max_rows=count + 1,
+        capacity=4,
+        max_units=1,
+        unit=1,
+        reduction="max",
+        device=case.q.device,
+        backend="cuda",
+    )
+    every = AllEntries.of(scratch, max(LENGTHS))
+    out = torch.full_like(case.q, float("nan"))
+    where = (case.q, case.paged, case.block_table, case.lens, out)
+    every.attend(*where, scale=KEY_SCALE * dim**-0.5, soft_cap=soft_cap)
+    of = every.scratch
+    got = Attention(of.partial, of.partial_lse, of.tickets, out.float() * VALUE_SCALE)
+    check_attention(case, of.indices, of.counts, UNIT, got, soft_cap)
 
 
 def test_int8_without_its_scales_is_refused() -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from reference.fier import Retrieve
-from reference.masked import storing
 from support.engine import running
 from support.expected import FULL, Read, named
 from support.gpu import COMPILED
 from support.inside import cache_dtypes, count_graph_replays
-from support.int8 import NAME, rounded
+from support.int8 import NAME
+from support.int8_answers import AS_IT_IS, away, rounding
 from support.models import LOOKUP
-from support.parity import ask, assert_parity, in_turn, room_for
+from support.parity import ask, in_turn, room_for
 from support.prompts import EDGES, lookups, prompts_of, shares_again
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -55,5 +55,8 @@ def test_parity_compiled(tiny: Callable[..., Path]) -> None:
     with running(model, named(policies[0]), config=config, **options) as engine:
         answers = ask(engine, prompts, each, max_tokens=8)
         engine.assert_idle()
-    with storing(lambda *stored: rounded(stored[2])):
-        assert_parity(model, answers, each, most=2, least=0.5, atol=2e-2)
+    near, far = (away(model, answers, each, store) for store in (rounding(), AS_IT_IS))
+    for name, differs in near.items():
+        # On a CPU less than a tenth: a key that is rounded the other way moves all that follows.
+        for part in (0.5, 0.8):
+            assert differs.quantile(part) < far[name].quantile(part) / 4, (name, differs)
