@@ -70,11 +70,24 @@ class Server:
         return self.http.post("/v1/completions", json=known | body)
 
     def status(self) -> dict[str, Any]:
-        time.sleep(0.3)  # The server answers with what it read up to 0.25 s ago.
-        return self.http.get("/v1/kv_policy").raise_for_status().json()
+        """What the server tells of now; where it is busy, it may answer with what it read before."""
+        end = time.monotonic() + 60
+        while True:
+            time.sleep(0.3)  # The server answers with what it read up to 0.25 s ago.
+            told: dict[str, Any] = self.http.get("/v1/kv_policy").raise_for_status().json()
+            if told["current"]:
+                return told
+            assert time.monotonic() < end, "the server is too busy to tell what it has counted"
 
     def counters(self, policy: str) -> dict[str, int]:
         return self.status()["counters"][policy]
+
+    def holds_no_blocks(self, policy: str) -> dict[str, int]:
+        """Waits until requests under the policy hold none; the policy's counters then."""
+        end = time.monotonic() + 60
+        while (counters := self.counters(policy))["blocks_held"]:
+            assert time.monotonic() < end, "the requests still hold blocks"
+        return counters
 
     def spent(self, policy: str, ask: Callable[[], Any]) -> dict[str, int]:
         """How far `ask` moved the policy's counters, which begin with its first request."""
@@ -102,7 +115,7 @@ class Server:
 
     def samples(self) -> list[tuple[str, dict[str, str], float]]:
         """Our samples: name, labels and value."""
-        time.sleep(0.3)
+        self.status()  # Of now, which those that are exported then are too.
         return [
             (sample.name, sample.labels, sample.value)
             for family in text_string_to_metric_families(self.http.get("/metrics").text)
