@@ -30,7 +30,7 @@ FLAGS = [
     # Triton's interpreter compares bfloat16 by its bits.
     *("--dtype", "float32"),
     *("--block-size", str(BLOCK)),
-    *("--max-model-len", "2048"),
+    *("--max-model-len", str(drain.MAX_LEN)),
     *("--kv-layout", "fier-64", "speed-4+fier-64"),
     *("--additional-config", '{"kv_recall_every": 1}'),
     *("--enforce-eager", *drain.FLAGS),
@@ -70,7 +70,7 @@ class Server:
         return self.http.post("/v1/completions", json=known | body)
 
     def status(self) -> dict[str, Any]:
-        """What the server tells of now; where it is busy, it may answer with what it read before."""
+        """What the server tells of now; a busy one may answer with what it read before."""
         end = time.monotonic() + 60
         while True:
             time.sleep(0.3)  # The server answers with what it read up to 0.25 s ago.

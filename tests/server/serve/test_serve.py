@@ -194,8 +194,16 @@ def test_logprobs(server: Server, extra_body: dict) -> None:
 
 @pytest.mark.parametrize("extra_body", POLICIES, ids=POLICY_IDS)
 def test_a_client_that_leaves_leaves_no_blocks(server: Server, extra_body: dict) -> None:
-    prompt, _ = server.question()
     policy = extra_body.get("vllm_xargs", {}).get("kv_policy", "speed-4")
+    # Where this machine is so busy that an answer ends before its client leaves, another is asked.
+    assert any(leaves(server, policy, extra_body) for _ in range(5)), "answers go on to their ends"
+    rest = server.spent(policy, lambda: time.sleep(0.5))
+    assert not any(rest.values())
+
+
+def leaves(server: Server, policy: str, extra_body: dict[str, Any]) -> bool:
+    """Whether a client left before its answer's end, which then holds no blocks."""
+    prompt, _ = server.question()
     before = server.status()["counters"].get(policy, {}).get("layer_tokens_computed", 0)
     skipped = 0 if policy == "full" else (LENGTH - 2) * (LAYERS - CUTOFF + 1)
 
@@ -214,15 +222,15 @@ def test_a_client_that_leaves_leaves_no_blocks(server: Server, extra_body: dict)
             held = server.counters(policy)
             if held["blocks_held"]:
                 break
+            if decoded(held) >= 1399:
+                return False
         blocks = -(-LENGTH // BLOCK)
         upper = blocks if policy == "full" else 1
         # Meanwhile the answer grows in both groups.
         grown = 2 * (decoded(held) // BLOCK + 1)
         assert blocks + upper <= held["blocks_held"] <= blocks + upper + grown
         assert abs(held["blocks_saved"] - (blocks - upper)) <= 1
-    assert decoded(server.holds_no_blocks(policy)) < 1399, "the request went on to its end"
-    rest = server.spent(policy, lambda: time.sleep(0.5))
-    assert not any(rest.values())
+    return decoded(server.holds_no_blocks(policy)) < 1399
 
 
 MALFORMED = {
