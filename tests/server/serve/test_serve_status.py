@@ -210,10 +210,8 @@ def test_refusals_are_counted_by_reason(server: Server) -> None:
 
 def test_a_shared_prefix_counts_once(server: Server) -> None:
     """Ten requests hold one prefix; stock would hold it in every group, and once as well."""
-    # Where this machine is so busy that the first ends before all are counted, ten others are asked.
-    assert any(shares_a_prefix(server) for _ in range(5)), (
-        "ten answers were never under way at once"
-    )
+    # Where this machine is so busy that one ends before all are counted, ten others are asked.
+    assert any(shares_a_prefix(server) for _ in range(5)), "never were ten under way at once"
 
 
 def shares_a_prefix(server: Server) -> bool:
