@@ -62,7 +62,7 @@ def end_by_sigterm(url: str, log: Path) -> dict[str, int]:
         return choice["finish_reason"] != "abort"
 
     pids = tree(url)
-    with httpx.Client(base_url=url, timeout=100) as http, ThreadPoolExecutor(3) as pool:
+    with httpx.Client(base_url=url, timeout=300) as http, ThreadPoolExecutor(3) as pool:
         for length in ANSWERS:
             streams = _begun(http, pool, turns, length, log)
             # None of them ends before the engine heeds the signal, however late that comes.

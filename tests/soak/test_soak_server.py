@@ -224,7 +224,7 @@ def test_a_killed_engine_costs_no_line_of_a_batch(url: str, tmp_path: Path, log:
     ]
     assert engines
     os.kill(engines[0], signal.SIGKILL)
-    said = process.communicate(timeout=120)[1].decode()
+    said = process.communicate(timeout=300)[1].decode()
     assert process.returncode == 1 and "goes on from here" in said, said
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert 4 <= len(lines) < len(talks)

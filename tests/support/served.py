@@ -45,7 +45,7 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.http = httpx.Client(base_url=url, timeout=60)
+        self.http = httpx.Client(base_url=url, timeout=300)
         self.openai = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         self.tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
         self._seed = 0
