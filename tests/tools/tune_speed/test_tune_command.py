@@ -347,6 +347,8 @@ def test_a_killed_command_goes_on(
             checkpoints.glob("checkpoint-*/trainer_state.json")
         ):
             time.sleep(0.05)
+        # Neither goes on to its end meanwhile.
+        os.killpg(process.pid, signal.SIGSTOP)
         assert main(line) == 2
         assert f"another run works in {out}" in capfd.readouterr().err
         os.killpg(process.pid, signal.SIGKILL)
