@@ -59,19 +59,20 @@ def serving(
     Raises:
         ServerError: the server ended, or was not up after `timeout_s` seconds.
     """
-    port = free_port()
-    command = [*(vllm or [vllm_command()]), "serve", *flags, "--host", HOST, "--port", str(port)]
-    with log.open("wb") as output:
-        # A session of its own: Ctrl-C reaches this process alone, which then ends all of them.
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
-        )
-    try:
-        url = f"http://{HOST}:{port}"
-        _wait(process, f"{url}/health", log, timeout_s)
-        yield url
-    finally:
-        _stop(process)
+    with _kept_port() as port:
+        command = [*(vllm or [vllm_command()]), "serve", *flags]
+        command += ["--host", HOST, "--port", str(port)]
+        with log.open("wb") as output:
+            # A session of its own: Ctrl-C reaches this process alone, which then ends all of them.
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            )
+        try:
+            url = f"http://{HOST}:{port}"
+            _wait(process, f"{url}/health", log, timeout_s)
+            yield url
+        finally:
+            _stop(process)
 
 
 def log_tail(log: Path, lines: int = 60) -> str:
@@ -104,6 +105,19 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+@contextmanager
+def _kept_port() -> Iterator[int]:
+    """A port that no other program is given before the server listens, which takes a while.
+
+    Linux lets two sockets that set SO_REUSEADDR, as vLLM's does, have a port of which one of them
+    at most listens; who asks for any port gets another one.
+    """
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind((HOST, 0))
+        yield int(kept.getsockname()[1])
 
 
 def free_port() -> int:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,7 +76,9 @@ def test_steps_run_in_order_on_their_gpus(tmp_path: Path) -> None:
     assert not (out / "a").exists() and states(out)["fails"] == "failed"
 
 
-def test_the_end_stops_what_runs_and_its_children(tmp_path: Path) -> None:
+def test_the_end_stops_what_runs_and_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "waits.py"
     script.write_text(
         "import subprocess, sys, time\n"
@@ -84,10 +87,17 @@ def test_the_end_stops_what_runs_and_its_children(tmp_path: Path) -> None:
         "time.sleep(600)\n"
     )
     out = tmp_path / "out"
+    pid = out / "pid"
+
+    def clock() -> float:
+        """The end comes once the child is there."""
+        return time.monotonic() + 3600 * (pid.exists() and bool(pid.read_text()))
+
+    monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
     file = plan(tmp_path, {"name": "waits", "command": f"python {script} {{out}}/pid"})
-    assert main([file, "--minutes", "0.08", "--out", str(out)]) == 1
+    assert main([file, "--minutes", "60", "--out", str(out)]) == 1
     assert states(out) == {"waits": "stopped"}
-    child = Path("/proc") / (out / "pid").read_text()
+    child = Path("/proc") / pid.read_text()
     until = time.monotonic() + 60
     while child.exists() and " Z " not in (child / "stat").read_text():
         assert time.monotonic() < until

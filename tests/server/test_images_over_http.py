@@ -41,7 +41,7 @@ def test_a_chat_with_an_image(tmp_path: Path) -> None:
         *("--max-model-len", "512", "--block-size", "32"),
     ]
     with serving(flags, tmp_path / "server.log", cpu_environment()) as url:
-        http = httpx.Client(base_url=url, timeout=60)
+        http = httpx.Client(base_url=url, timeout=300)
         replies = [ask(http, data_url(), policy) for policy in (None, named(POLICIES[1]))]
         broken = ask(http, "data:image/png;base64,AAAA", None)
         status = http.get("/v1/kv_policy").json()

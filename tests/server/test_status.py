@@ -261,13 +261,12 @@ def test_metrics_are_those_of_the_scrape() -> None:
 
 
 def test_a_dead_or_busy_engine_leaves_the_last_values(monkeypatch) -> None:
-    monkeypatch.setattr(stats, "WAIT_S", 0.05)
-
     async def main() -> None:
         engine = Engine("speed-4", model="dead")
         client = await serve(engine)
         engine.stats = worker_stats(**{"speed-4": {"prompt_tokens": 7}})
         await client.get("/v1/kv_policy")
+        monkeypatch.setattr(stats, "WAIT_S", 0.05)
         for broken in (RuntimeError("engine is dead"), {"policies": 3}, None, None):
             engine.stats = broken
             response = await client.get("/v1/kv_policy")
@@ -283,6 +282,13 @@ def test_a_dead_or_busy_engine_leaves_the_last_values(monkeypatch) -> None:
     asyncio.run(main())
 
 
+async def polled(engine: Engine, times: int = 2) -> None:
+    """Waits until the server has asked so many times by itself, each after the one before came."""
+    calls = engine.calls + times
+    while engine.calls < calls:
+        await asyncio.sleep(0.001)
+
+
 @pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 2)], ids=["the only one", "another"])
 def test_counters_that_nobody_read_before_a_long_step(monkeypatch, rank: int, count: int) -> None:
     """They are late then, as of the step before, and not zero."""
@@ -293,9 +299,9 @@ def test_counters_that_nobody_read_before_a_long_step(monkeypatch, rank: int, co
         engine = Engine("speed-4", rank, count, model=f"long step {rank}")
         client = await serve(engine)
         engine.stats = worker_stats(**{"speed-4": {"prompt_tokens": 7}})
-        await asyncio.sleep(0.2)
+        await polled(engine)
         engine.stats = None  # A step began.
-        await asyncio.sleep(0.2)
+        await polled(engine, 1)
         answer = (await client.get("/v1/kv_policy")).json()
         assert answer["counters"] == {"speed-4": {"prompt_tokens": 7}}
         assert answer["layout"]["num_blocks"] == 9 and answer["current"] is False
@@ -326,7 +332,7 @@ def test_the_exporter_of_several_polls(monkeypatch) -> None:
         engine = Engine("speed-4", 0, 2, "poll")
         await serve(engine)
         engine.stats = worker_stats(**{"speed-4": {"prompt_tokens": 4}})
-        await asyncio.sleep(0.2)
+        await polled(engine)
         assert sample("prompt_tokens_total", "poll", "speed-4") == 4
 
     asyncio.run(main())

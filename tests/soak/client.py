@@ -3,7 +3,6 @@
 import json
 import random
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import httpx
@@ -39,12 +38,12 @@ def run_alone(http: httpx.Client, talks: list[list[Turn]]) -> None:
             said = turn.prompt + turn.answer
 
 
-def ask(http: httpx.Client, turn: Turn, began: Event | None = None) -> list[int] | None:
+def ask(http: httpx.Client, turn: Turn, received: list[int] | None = None) -> list[int] | None:
     """The tokens of the streamed answer; None if the client left before its end.
 
-    `began` is set once there is a token.
+    `received` grows by them as they come.
     """
-    tokens: list[int] = []
+    tokens: list[int] = [] if received is None else received
     with http.stream("POST", "/v1/completions", json=body(turn) | {"stream": True}) as response:
         assert response.status_code == 200, response.read()
         if turn.abort_after == 0:
@@ -56,8 +55,6 @@ def ask(http: httpx.Client, turn: Turn, began: Event | None = None) -> list[int]
             assert "error" not in event, event
             for choice in event["choices"]:
                 tokens += choice["token_ids"] or []
-            if began is not None and tokens:
-                began.set()
             if turn.abort_after is not None and len(tokens) >= turn.abort_after:
                 return None
     return tokens

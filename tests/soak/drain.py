@@ -4,22 +4,35 @@ import os
 import random
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
 
 import httpx
 
 from benchmarks.common.server import log_tail
 from soak.client import ask, body, run_alone, short_turn, tree
-from soak.plan import Comparison
+from soak.plan import Comparison, Turn
 
 SEED = 4
 # What a server that drains gives its answers at most; those here take a part of it.
 DRAIN_S = 120
 FLAGS = ["--shutdown-timeout", str(DRAIN_S)]
-# Tokens of an answer, which has to last for longer than the server takes to heed the signal.
-ANSWER = 160
+# Tokens of an answer. All have to have begun before the first ends: where this machine is too busy
+# for the short ones, longer ones follow.
+ANSWERS = (160, 320, 640, 1280, 1280, 1280)
+MAX_LEN = 2048
+
+
+@dataclass
+class Stream:
+    """An answer, and what came of it by now."""
+
+    turn: Turn
+    received: list[int] = field(default_factory=list)
+    answer: "Future[list[int] | None]" = field(init=False)
 
 
 def end_by_sigterm(url: str, log: Path) -> dict[str, int]:
@@ -33,8 +46,7 @@ def end_by_sigterm(url: str, log: Path) -> dict[str, int]:
     rng = random.Random(SEED)
     turns = [short_turn(rng) for _ in range(3)]
     for turn, policy in zip(turns, ("speed-4", "full", "speed-4"), strict=True):
-        turn.policy, turn.max_tokens, turn.abort_after = policy, ANSWER, None
-        turn.adds = turn.prompt
+        turn.policy, turn.abort_after, turn.adds = policy, None, turn.prompt
 
     def is_answered(http: httpx.Client) -> bool:
         """Whether a request that comes now is; vLLM's refusal may be an answer that is aborted."""
@@ -50,28 +62,30 @@ def end_by_sigterm(url: str, log: Path) -> dict[str, int]:
         return choice["finish_reason"] != "abort"
 
     pids = tree(url)
-    with httpx.Client(base_url=url, timeout=100) as http, ThreadPoolExecutor(3) as pool:
-        run_alone(http, [[turn] for turn in turns])
-        starts = [Event() for _ in turns]
-        answers = [pool.submit(ask, http, *pair) for pair in zip(turns, starts, strict=True)]
-        for answer, began in zip(answers, starts, strict=True):
-            while not began.wait(0.05):
-                assert not answer.done(), (answer.exception(), log_tail(log))
-        os.kill(pids[0], signal.SIGTERM)
-        asked_to_end = time.monotonic()
+    with httpx.Client(base_url=url, timeout=300) as http, ThreadPoolExecutor(3) as pool:
+        for length in ANSWERS:
+            streams = _begun(http, pool, turns, length, log)
+            # None of them ends before the engine heeds the signal, however late that comes.
+            with _stopped(_engine_of(pids)) as engine:
+                if num_streaming := _num_streaming(http, streams):
+                    os.kill(pids[0], signal.SIGTERM)
+                    asked_to_end = time.monotonic()
+                    while not _is_asked_to_end(engine):
+                        assert time.monotonic() < asked_to_end + DRAIN_S, log_tail(log)
+                        time.sleep(0.01)
+                    break
+        assert num_streaming, "every answer was there before the signal: nothing was shown"
         while is_answered(http):
-            assert not all(answer.done() for answer in answers), "new requests are answered"
-        num_streaming = sum(not answer.done() for answer in answers)
+            assert not all(each.answer.done() for each in streams), "new requests are answered"
         compared = Comparison()
-        for turn, answer in zip(turns, answers, strict=True):
-            tokens = answer.result()
-            assert tokens is not None and len(tokens) == turn.max_tokens, log_tail(log)
-            compared.add(turn, tokens)
+        for each in streams:
+            tokens = each.answer.result()
+            assert tokens is not None and len(tokens) == each.turn.max_tokens, log_tail(log)
+            compared.add(each.turn, tokens)
     end = asked_to_end + DRAIN_S
     while tree(url):
         assert time.monotonic() < end, f"the server stays: {log_tail(log)}"
         time.sleep(0.2)
-    assert num_streaming, "every answer was there before the signal: nothing was shown"
     assert not compared.mismatches, "\n".join(compared.mismatches)
     return {
         "streams": len(turns),
@@ -81,3 +95,54 @@ def end_by_sigterm(url: str, log: Path) -> dict[str, int]:
         "mismatches": len(compared.mismatches),
         "seconds": round(time.monotonic() - asked_to_end),
     }
+
+
+def _begun(
+    http: httpx.Client, pool: ThreadPoolExecutor, turns: Sequence[Turn], length: int, log: Path
+) -> list[Stream]:
+    """Answers of so many tokens to all turns at once, each of which has a token by now."""
+    for turn in turns:
+        turn.max_tokens, turn.gaps = length, []
+    run_alone(http, [[turn] for turn in turns])
+    streams = [Stream(turn) for turn in turns]
+    for each in streams:
+        each.answer = pool.submit(ask, http, each.turn, each.received)
+    for each in streams:
+        while not each.received:
+            assert not each.answer.done() or each.received, (each.answer.exception(), log_tail(log))
+            time.sleep(0.002)
+    return streams
+
+
+def _num_streaming(http: httpx.Client, streams: Sequence[Stream]) -> int:
+    """How many of a stopped engine's answers have not ended, once all that it sent has come."""
+    before: list[int] = []
+    while before != (now := [len(each.received) for each in streams]):
+        before = now
+        # The server's front, through which tokens come, has been at work since.
+        http.get("/version").raise_for_status()
+        time.sleep(0.02)
+    return sum(not each.answer.done() for each in streams)
+
+
+def _engine_of(pids: Sequence[int]) -> int:
+    """The engine among a server's processes."""
+    (pid,) = (pid for pid in pids if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return pid
+
+
+@contextmanager
+def _stopped(pid: int) -> Iterator[int]:
+    """The process does nothing while the block runs."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _is_asked_to_end(pid: int) -> bool:
+    """Whether SIGTERM waits for a process that is stopped."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    pending = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))]
+    return any(signals & 1 << signal.SIGTERM - 1 for signals in pending)

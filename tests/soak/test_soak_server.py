@@ -126,11 +126,13 @@ def test_answers_are_those_of_requests_alone(url: str, log: Path) -> None:
         for status in statuses:
             assert status.result() in (400, 404, 422), (status.result(), log_tail(log))
             refused += 1
-        end = time.monotonic() + 30
-        while (leaked := held(http)) and time.monotonic() < end:
+        end = time.monotonic() + 60
+        while True:
+            leaked, used = held(http), samples(http, "vllm:kv_cache_usage_perc")
+            if not (leaked or used) or time.monotonic() > end:
+                break
             time.sleep(0.3)
         preempted = samples(http, "vllm:num_preemptions_total")
-        used = samples(http, "vllm:kv_cache_usage_perc")
     report.add(
         "server",
         requests=count,
@@ -187,7 +189,7 @@ def test_sigterm_lets_answers_end(tmp_path: Path) -> None:
     """By a server of its own, which ends here. By day `serve/test_serve_status.py` ends another."""
     log, flags = tmp_path / "server.log", [*FLAGS[:2], MODEL, "--kv-policy", "speed-4"]
     flags += ["--dtype", "float32", "--block-size", str(BLOCK), "--enforce-eager"]
-    flags += ["--max-model-len", str(MAX_LEN), *drain.FLAGS]
+    flags += ["--max-model-len", str(drain.MAX_LEN), *drain.FLAGS]
     with serving(flags, log, cpu_environment(), timeout_s=500.0) as url:
         figures = drain.end_by_sigterm(url, log)
     report.add("drain", **figures)
@@ -222,7 +224,7 @@ def test_a_killed_engine_costs_no_line_of_a_batch(url: str, tmp_path: Path, log:
     ]
     assert engines
     os.kill(engines[0], signal.SIGKILL)
-    said = process.communicate(timeout=120)[1].decode()
+    said = process.communicate(timeout=300)[1].decode()
     assert process.returncode == 1 and "goes on from here" in said, said
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert 4 <= len(lines) < len(talks)

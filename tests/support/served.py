@@ -30,7 +30,7 @@ FLAGS = [
     # Triton's interpreter compares bfloat16 by its bits.
     *("--dtype", "float32"),
     *("--block-size", str(BLOCK)),
-    *("--max-model-len", "2048"),
+    *("--max-model-len", str(drain.MAX_LEN)),
     *("--kv-layout", "fier-64", "speed-4+fier-64"),
     *("--additional-config", '{"kv_recall_every": 1}'),
     *("--enforce-eager", *drain.FLAGS),
@@ -45,7 +45,7 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.http = httpx.Client(base_url=url, timeout=60)
+        self.http = httpx.Client(base_url=url, timeout=300)
         self.openai = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         self.tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
         self._seed = 0
@@ -70,11 +70,24 @@ class Server:
         return self.http.post("/v1/completions", json=known | body)
 
     def status(self) -> dict[str, Any]:
-        time.sleep(0.3)  # The server answers with what it read up to 0.25 s ago.
-        return self.http.get("/v1/kv_policy").raise_for_status().json()
+        """What the server tells of now; a busy one may answer with what it read before."""
+        end = time.monotonic() + 60
+        while True:
+            time.sleep(0.3)  # The server answers with what it read up to 0.25 s ago.
+            told: dict[str, Any] = self.http.get("/v1/kv_policy").raise_for_status().json()
+            if told["current"]:
+                return told
+            assert time.monotonic() < end, "the server is too busy to tell what it has counted"
 
     def counters(self, policy: str) -> dict[str, int]:
         return self.status()["counters"][policy]
+
+    def holds_no_blocks(self, policy: str) -> dict[str, int]:
+        """Waits until requests under the policy hold none; the policy's counters then."""
+        end = time.monotonic() + 60
+        while (counters := self.counters(policy))["blocks_held"]:
+            assert time.monotonic() < end, "the requests still hold blocks"
+        return counters
 
     def spent(self, policy: str, ask: Callable[[], Any]) -> dict[str, int]:
         """How far `ask` moved the policy's counters, which begin with its first request."""
@@ -102,7 +115,7 @@ class Server:
 
     def samples(self) -> list[tuple[str, dict[str, str], float]]:
         """Our samples: name, labels and value."""
-        time.sleep(0.3)
+        self.status()  # Of now, which those that are exported then are too.
         return [
             (sample.name, sample.labels, sample.value)
             for family in text_string_to_metric_families(self.http.get("/metrics").text)

@@ -14,6 +14,7 @@ from support.served import (
     BLOCK,
     CUTOFF,
     FULL,
+    LAYERS,
     LENGTH,
     MODEL,
     POLICIES,
@@ -193,9 +194,24 @@ def test_logprobs(server: Server, extra_body: dict) -> None:
 
 @pytest.mark.parametrize("extra_body", POLICIES, ids=POLICY_IDS)
 def test_a_client_that_leaves_leaves_no_blocks(server: Server, extra_body: dict) -> None:
-    prompt, _ = server.question()
     policy = extra_body.get("vllm_xargs", {}).get("kv_policy", "speed-4")
-    time.sleep(0.3)
+    # Where this machine is so busy that an answer ends before its client leaves, another is asked.
+    assert any(leaves(server, policy, extra_body) for _ in range(5)), "answers go on to their ends"
+    rest = server.spent(policy, lambda: time.sleep(0.5))
+    assert not any(rest.values())
+
+
+def leaves(server: Server, policy: str, extra_body: dict[str, Any]) -> bool:
+    """Whether a client left before its answer's end, which then holds no blocks."""
+    prompt, _ = server.question()
+    before = server.status()["counters"].get(policy, {}).get("layer_tokens_computed", 0)
+    skipped = 0 if policy == "full" else (LENGTH - 2) * (LAYERS - CUTOFF + 1)
+
+    def decoded(counters: dict[str, int]) -> int:
+        """Tokens of the answer that were computed by then."""
+        computed = counters["layer_tokens_computed"] - before
+        return (computed - (LENGTH * LAYERS - skipped)) // LAYERS
+
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 1400, "stream": True}
     body |= {"temperature": 0, "ignore_eos": True} | extra_body
     with server.http.stream("POST", "/v1/completions", json=body) as response:
@@ -206,20 +222,15 @@ def test_a_client_that_leaves_leaves_no_blocks(server: Server, extra_body: dict)
             held = server.counters(policy)
             if held["blocks_held"]:
                 break
-            time.sleep(0.1)
+            if decoded(held) >= 1399:
+                return False
         blocks = -(-LENGTH // BLOCK)
         upper = blocks if policy == "full" else 1
-        # Meanwhile the answer grows in both groups; not by as much as the upper layers would hold.
-        assert blocks + upper <= held["blocks_held"] <= blocks + upper + 12
+        # Meanwhile the answer grows in both groups.
+        grown = 2 * (decoded(held) // BLOCK + 1)
+        assert blocks + upper <= held["blocks_held"] <= blocks + upper + grown
         assert abs(held["blocks_saved"] - (blocks - upper)) <= 1
-    # To the end it would take far longer.
-    for _ in range(10):
-        if server.counters(policy)["blocks_held"] == 0:
-            break
-    else:
-        pytest.fail("the request still holds blocks")
-    rest = server.spent(policy, lambda: time.sleep(0.5))
-    assert not any(rest.values())
+    return decoded(server.holds_no_blocks(policy)) < 1399
 
 
 MALFORMED = {

@@ -24,7 +24,7 @@ def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env=cpu_environment(),
-        timeout=120,
+        timeout=300,
     )
 
 

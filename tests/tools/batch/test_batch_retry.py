@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -213,18 +215,22 @@ def test_killed_while_it_asks(tmp_path: Path) -> None:
     batch.write_bytes(b"\n".join(request(str(i), p) for i, p in enumerate(prompts)))
     asked: list[str] = []
     answering = server(asked)
+    # It answers no more while the file has so many lines, until who asks is killed.
+    enough, killed = 60, Event()
 
-    def slowly(where: str, body: bytes) -> bytes:
-        time.sleep(0.005)
+    def no_further(where: str, body: bytes) -> bytes:
+        while enough <= len(lines_of(path)) < 60 and not killed.is_set():
+            killed.wait(0.002)
         return answering(where, body)
 
-    with replying(slowly) as url:
+    with replying(no_further) as url:
         command = ["batch", str(batch), str(path), "--base-url", url, "--concurrency", "2"]
         assert main(command) == 0
         good = [line for line in lines_of(path) if b'"status_code": 200' in line]
         assert len(good) == 20 and asked.count("good") == 20
         batch.write_bytes(batch.read_bytes().replace(b'"bad"', b'"mended"', 30))
-        for flags, count in ((["--retry-errors"], 25), ([], 33), (["--retry-errors"], 40)):
+        for flags, enough in ((["--retry-errors"], 25), ([], 33), (["--retry-errors"], 40)):
+            killed.clear()
             process = subprocess.Popen(
                 [sys.executable, "-m", "vllm_kvx.cli", *command, *flags],
                 stderr=subprocess.DEVNULL,
@@ -232,12 +238,13 @@ def test_killed_while_it_asks(tmp_path: Path) -> None:
             try:
                 end = time.monotonic() + 60
                 # Not before the errors have left the file.
-                while not 20 <= len(lines_of(path)) < 60 or len(lines_of(path)) < count:
+                while not enough <= len(lines_of(path)) < 60:
                     assert process.poll() is None and time.monotonic() < end
                     time.sleep(0.002)
             finally:
                 process.kill()
                 process.wait()
+                killed.set()
             assert [line for line in lines_of(path) if line in good] == good
         assert main([*command, "--retry-errors"]) == 0
     found = [json.loads(line) for line in lines_of(path)]
@@ -300,23 +307,23 @@ def test_a_link_to_the_file_stays_one(files: tuple[Path, Path], tmp_path: Path) 
     assert os.listdir(target.parent) == ["answers"]
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
+    """No file grows beyond 50 bytes. Pytest's own output may be a file too."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_full_disk_changes_nothing(
-    files: tuple[Path, Path], request: pytest.FixtureRequest
-) -> None:
+def test_a_full_disk_changes_nothing(files: tuple[Path, Path]) -> None:
     batch, path = files
     held = path.read_bytes()
     answers = Answers(path)
     answers.check(batch, retry_errors=True)
-    request.getfixturevalue("small_files")
-    with pytest.raises(ToolError, match="can take its place: File too large"):
+    with small_files(), pytest.raises(ToolError, match="can take its place: File too large"):
         answers.drop_errors()
     answers.close()
     assert path.read_bytes() == held and os.listdir(path.parent) == ["in.jsonl", "out.jsonl"]

@@ -12,14 +12,18 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records import evaluation as evaluations
+from vllm_kvx.records import lock as locks
 from vllm_kvx.records.folder import CacheFolderError, cache_problem, cache_root
 from vllm_kvx.records.layers import load
 from vllm_kvx.records.lock import Lock
+from vllm_kvx.server import measure_at_start
 from vllm_kvx.server.measure_at_start import (
     Measurement,
     NotMeasuredError,
@@ -31,8 +35,11 @@ from vllm_kvx.server.measure_at_start import (
 
 LOGGER = logging.getLogger("vllm.kvx")
 QUICK = Pace(look=0.02, log=0.1, beat=0.05, stale=0.6)
+# A server that is held up does not lose its lock.
+PATIENT = QUICK._replace(stale=60)
 
-# A measurement of so many prompts, 0.1 s each: it counts its runs, and keeps its result.
+# A measurement of so many prompts, 0.1 s each: it counts its runs, and keeps its result. While the
+# file that it is given is there, it does not end.
 TOOL = """
     import os, sys, time
     from pathlib import Path
@@ -43,6 +50,8 @@ TOOL = """
     for number in range(1, count + 1):
         print(f"prompt {number}/{count}, 7 tokens", file=sys.stderr, flush=True)
         time.sleep(0.1)
+    while Path(sys.argv[3]).exists():
+        time.sleep(0.01)
     folder.mkdir(exist_ok=True)
     (folder / "result").write_text("5")
 """
@@ -60,10 +69,16 @@ def known(folder: Path | None) -> int | None:
     return int(path.read_text()) if path.exists() else None
 
 
-def measure(runs: Path, count: int) -> int:
+def measure(runs: Path, count: int, pace: Pace = PATIENT) -> int:
     """As a server does, whose tool takes `count` steps; `runs` gets the tools' process ids."""
     command = [sys.executable, "-c", textwrap.dedent(TOOL), str(runs), str(count)]
-    return measured(Measurement("a layer", "a.lock", command), known, LOGGER, QUICK)
+    command.append(str(goes_on(runs)))
+    return measured(Measurement("a layer", "a.lock", command), known, LOGGER, pace)
+
+
+def goes_on(runs: Path) -> Path:
+    """The file while which is there no tool ends."""
+    return runs.with_name("goes on")
 
 
 @pytest.fixture
@@ -76,7 +91,7 @@ def runs_of(path: Path) -> list[int]:
 
 
 def until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -93,9 +108,16 @@ def another_server(runs: Path, count: int) -> "subprocess.Popen[str]":
 
 
 def test_one_server_measures_and_others_wait(runs: Path, cache: Path, log: list[str]) -> None:
-    first = another_server(runs, 10)
+    goes_on(runs).touch()
+    first = another_server(runs, 1)
+
+    def let_it_end() -> None:
+        until(lambda: len(log) > 1)
+        goes_on(runs).unlink()
+
+    Thread(target=let_it_end).start()
     assert measure(runs, 1) == 5
-    assert first.communicate(timeout=20)[0].split() == ["5"]
+    assert first.communicate(timeout=60)[0].split() == ["5"]
     assert len(runs_of(runs)) == 1
     assert log[0].endswith(" measures a layer: waiting for it.")
     assert f"process {first.pid} on " in log[0] and f"waiting for process {first.pid}" in log[1]
@@ -108,7 +130,7 @@ def test_who_waits_takes_over_from_the_dead(runs: Path, cache: Path, log: list[s
     first.send_signal(signal.SIGKILL)
     first.communicate()
     assert (cache / "calibration" / "a.lock").exists()
-    assert measure(runs, 1) == 5
+    assert measure(runs, 1, QUICK) == 5
     assert len(runs_of(runs)) == 2
     assert not list(cache.rglob("*.lock*"))
 
@@ -121,16 +143,21 @@ def test_who_waits_takes_over_from_the_dead(runs: Path, cache: Path, log: list[s
     until(is_gone)  # Nobody reads what it says, so the device is free.
 
 
-def test_a_live_holder_keeps_its_lock(tmp_path: Path) -> None:
-    holder, waiter = (Lock(tmp_path / "lock", beat=0.01, stale=0.2) for _ in range(2))
+def test_a_live_holder_keeps_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(locks, "time", SimpleNamespace(monotonic=lambda: now))
+    holder, waiter = (Lock(tmp_path / "lock", beat=5, stale=90) for _ in range(2))
     assert holder.take()
-    end = time.monotonic() + 0.6
-    while time.monotonic() < end:
+    for _ in range(30):
+        now += 10
+        time.sleep(0.02)  # File systems tell apart what is some milliseconds apart.
         holder.keep()
         assert not waiter.take()
-        time.sleep(0.02)
     # It stops, and later goes on: the lock is another's now, and stays.
-    until(waiter.take)
+    now += 89
+    assert not waiter.take()
+    now += 1
+    assert waiter.take()
     holder.keep()
     holder.release()
     assert waiter.path.exists() and not Lock(waiter.path).take()
@@ -161,15 +188,24 @@ def test_a_takeover_spares_who_was_quicker(tmp_path: Path) -> None:
 def test_a_start_measures_for_so_long(
     runs: Path, cache: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVX_CALIBRATION_LIMIT", "1.5")
-    with pytest.raises(NotMeasuredError, match=r"took longer than 2 s, .*KVX_CALIBRATION_LIMIT"):
+    # The limit is reached once the log has this.
+    awaited = " s left of these; "
+
+    def clock() -> float:
+        return time.monotonic() + 90 * any(awaited in line for line in log)
+
+    there = SimpleNamespace(monotonic=clock, sleep=time.sleep)
+    monkeypatch.setattr(measure_at_start, "time", there)
+    monkeypatch.setenv("KVX_CALIBRATION_LIMIT", "89.5")
+    with pytest.raises(NotMeasuredError, match=r"took longer than 90 s, .*KVX_CALIBRATION_LIMIT"):
         measure(runs, 400)
     [tool] = runs_of(runs)
     assert not Path(f"/proc/{tool}").exists() and not list(cache.rglob("*.lock"))
-    states = [line for line in log if " s left of these; " in line]
+    states = [line for line in log if awaited in line]
     assert states and all("Measuring a layer: prompt " in line for line in states)
     # Whoever holds the lock, a start ends.
-    other = Lock(cache / "calibration" / "a.lock", beat=0.05)
+    awaited = "waiting for process"
+    other = Lock(cache / "calibration" / "a.lock", beat=0)
     assert other.take()
     keep = Lock.take
     monkeypatch.setattr(Lock, "take", lambda lock: other.keep() or keep(lock))

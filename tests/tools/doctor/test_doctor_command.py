@@ -80,17 +80,17 @@ def test_every_flag_of_ours_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("code", "says"),
+    ("code", "says", "timeout"),
     [
-        (RAISES, "torch cannot be imported: ImportError: libcudart.so.12: cannot open"),
-        (CRASHES, "the check was killed by SIGSEGV"),
-        (HANGS, "the check hangs: no answer in 8 s; the last that it said: loading"),
+        (RAISES, "torch cannot be imported: ImportError: libcudart.so.12: cannot open", "60"),
+        (CRASHES, "the check was killed by SIGSEGV", "60"),
+        (HANGS, "the check hangs: no answer in 8 s; the last that it said: loading", "8"),
     ],
     ids=["raises", "crashes", "hangs"],
 )
-def test_a_broken_torch_is_a_finding(tmp_path: Path, code: str, says: str) -> None:
+def test_a_broken_torch_is_a_finding(tmp_path: Path, code: str, says: str, timeout: str) -> None:
     environment = broken(tmp_path, "torch", code)
-    argv = ["--kv-policy", "speed-4", "--json", "--timeout", "8", "--gpu-memory", "80"]
+    argv = ["--kv-policy", "speed-4", "--json", "--timeout", timeout, "--gpu-memory", "80"]
     done = doctor(tmp_path, *argv, **environment)
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
     found = json.loads(done.stdout)

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,16 @@ JOB = Job(
 
 EVEN, FEW = 28, 18
 
+# Training that is killed as soon as it has a checkpoint.
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from transformers.trainer_callback import DefaultFlowCallback
+    from vllm_kvx.tools.tune_speed import train
+    DefaultFlowCallback.on_save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    train.train(Path(sys.argv[1]))
+"""
+
 
 def examples(count=50):
     rng = random.Random(0)
@@ -92,15 +102,12 @@ def whole(tmp_path_factory):
 
 def test_a_killed_run_goes_on_to_the_same_losses(whole, tmp_path):
     directory = begin(tmp_path / "killed")
-    command = [sys.executable, "-m", "vllm_kvx.tools.tune_speed.train", str(directory)]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ) as process:
-        checkpoints = directory / train.CHECKPOINTS
-        while process.poll() is None and not list(
-            checkpoints.glob("checkpoint-*/trainer_state.json")
-        ):
-            time.sleep(0.05)
-        process.send_signal(signal.SIGKILL)
-    assert not (directory / train.LOSSES).exists(), "it ended before it could be killed"
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(directory)]
+    killed = subprocess.run(command, stderr=subprocess.PIPE, env=os.environ, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    checkpoints = directory / train.CHECKPOINTS
+    assert list(checkpoints.glob("checkpoint-*/trainer_state.json"))
+    assert not (directory / train.LOSSES).exists()
     train.train(directory)
     mine, theirs = losses(directory), losses(whole)
     assert mine["resumed"] and not theirs["resumed"]

@@ -347,6 +347,7 @@ def test_a_killed_command_goes_on(
             checkpoints.glob("checkpoint-*/trainer_state.json")
         ):
             time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGSTOP)  # It does not go on to its end meanwhile.
         assert main(line) == 2
         assert f"another run works in {out}" in capfd.readouterr().err
         os.killpg(process.pid, signal.SIGKILL)
