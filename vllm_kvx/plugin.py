@@ -130,6 +130,10 @@ def _with_flag(original: _Function) -> _Function:
     def add_cli_args(parser: Any) -> Any:
         parser = original(parser)
         _wrap_serve_command()
+        if type(parser).__module__.startswith("vllm."):  # Not Python's own, which others use.
+            from vllm_kvx.compat.flag_hint import with_flag_hint
+
+            wrap_once(type(parser), "error", with_flag_hint)
         group = parser.add_argument_group(title="KVPolicy", description=_GROUP_HELP)
         group.add_argument(
             "--kv-policy", type=_policy_name, default=None, metavar="POLICY", help=_flag_help()

@@ -122,7 +122,7 @@ def test_vllm_serve_ends_with_a_refusals_message(make_config, capsys, monkeypatc
     def start(args: Namespace) -> None:
         if args.policy is None:
             raise ValueError("theirs")
-        make_config(args.policy)
+        make_config(args.policy, dtype="float32")
 
     serve = serve_command(start)
     for policy, message in (
@@ -139,7 +139,7 @@ def test_vllm_serve_ends_with_a_refusals_message(make_config, capsys, monkeypatc
         assert re.match(f"vllm serve: error: {message}", line)
         # In Python it can be caught.
         with pytest.raises(ValueError, match=message):
-            make_config(policy)
+            make_config(policy, dtype="float32")
     monkeypatch.setattr(vllm, "__version__", "0.34.1")
     with pytest.raises(SystemExit):
         serve(Namespace(policy="speed-4"))

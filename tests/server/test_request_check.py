@@ -207,6 +207,7 @@ def test_a_misspelled_key_is_refused(key: str) -> None:
         ("policy", "unknown key 'policy' in vllm_xargs; did you mean 'kv_policy'"),
         ("kv_rate", "'kv_rate' in vllm_xargs is not read: parameters stand in the policy's name"),
         ("KV-layout", "'KV-layout' in vllm_xargs is not read: kv_layout is set when the server"),
+        ("kv_drafts", "not read: a server sets kv_drafts for its own processes: leave it out"),
         ("kv_other", "unknown key 'kv_other' in vllm_xargs: of keys with kv_ it takes kv_policy, "),
         ("kv_" + "x" * 9000, "x'... .9,003 characters. in vllm_xargs"),
     ],

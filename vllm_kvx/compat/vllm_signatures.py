@@ -5,9 +5,8 @@ any of them; found at the first request, that is a TypeError amid serving. So th
 compared first, and then every such method with ``vllm_signatures.json``: its parameters, by
 supported release. ``tests/record_vllm_signatures.py`` writes that file.
 
-Three kinds of method are compared. An *override* is found by itself: an attribute of a class of
-ours that a base class of vLLM's has, too. Those that are put in the place of vLLM's one by one are
-in ``REPLACED``, and those of vLLM's own that we call in ``CALLED``.
+Compared are overrides, found by themselves: attributes of our classes that a base class of vLLM's
+has, too; ``REPLACED``, put in the place of vLLM's one by one; and ``CALLED``, which stay vLLM's.
 """
 
 import functools
@@ -71,6 +70,7 @@ REPLACED = {
         "vllm.engine.arg_utils:EngineArgs.create_engine_config",
         "vllm.engine.arg_utils:EngineArgs.create_model_config",
         "vllm.plugins:load_endpoint_plugins",
+        "vllm.utils.argparse_utils:FlexibleArgumentParser.error",
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
         "vllm.v1.engine.input_processor:InputProcessor.resolve_watermarking",
         "vllm.v1.engine.output_processor:RequestState._new_request_output",

@@ -62,6 +62,9 @@ KEYS = (
     *(POLICY_KEY, LAYOUT_KEY, STASH_KEY, MEASURED_KEY, AUTO_KEY, TEXT_ALONE_KEY, DISABLE_KEY),
     *(DEBUG_KEY, RECALL_KEY, SHARE_KEY, EVICTION_KEY, REQUESTS_KEY, DRAFTS_KEY),
 )
+# A server sets these for its own processes; messages list the others, which users set.
+INTERNAL_KEYS = (MEASURED_KEY, AUTO_KEY, TEXT_ALONE_KEY, DRAFTS_KEY)
+PUBLIC_KEYS = tuple(key for key in KEYS if key not in INTERNAL_KEYS)
 # Keys of earlier versions, and the parameter of a policy that says the same.
 REPLACED_KEYS = {
     f"kv_{parameter}": f"{name}:{parameter}"
@@ -276,14 +279,13 @@ def policy_is_set(config: Any) -> bool:
     if not isinstance(config, dict):
         return False
     is_set = config.get(POLICY_KEY) is not None
-    known = f"vllm-kvx knows {', '.join(KEYS)}"
+    known = f"vllm-kvx knows {', '.join(PUBLIC_KEYS)}"
     for key in config:
         if key in REPLACED_KEYS:
             raise ValueError(_in_the_policy(key, key))
     if found := misspelling(config, KEYS):
-        raise ValueError(
-            f"unknown key {found.key!r} in additional_config; did you mean {found.name!r}? {known}"
-        )
+        hint = f"did you mean {found.name!r}? " if found.name in PUBLIC_KEYS else ""
+        raise ValueError(f"unknown key {found.key!r} in additional_config; {hint}{known}")
     if found := misspelling(config, tuple(REPLACED_KEYS)):
         raise ValueError(_in_the_policy(*found))
     for key in config if is_set else ():

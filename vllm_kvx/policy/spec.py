@@ -8,6 +8,7 @@ A policy is at most one answer on each axis; `full` is none.
 
 import difflib
 import math
+import re
 
 from vllm_kvx.policy.auto import refuse_auto
 from vllm_kvx.policy.axes import Method
@@ -35,7 +36,8 @@ def parse_policy(text: str) -> KVPolicy:
     if not text:
         raise PolicyError(f"empty policy name; allowed: {_allowed()}")
     if any(c.isspace() for c in text):
-        raise PolicyError(f"{text!r}: policy names have no whitespace")
+        hint = f"; {composes}" if (composes := _composes(text)) else ""
+        raise PolicyError(f"{text!r}: policy names have no whitespace{hint}")
     if (lower := text.lower()) != text:
         parse_policy(lower) if lower == lower.lower() else None  # What else is wrong comes first.
         raise PolicyError(f"{text!r}: policy names are lower case; write {lower!r}")
@@ -49,7 +51,32 @@ def parse_policy(text: str) -> KVPolicy:
     try:
         return KVPolicy.of([_parse_part(part) for part in parts])
     except PolicyError as error:
-        raise PolicyError(f"{text!r}: {error}") from None
+        raise PolicyError(f"{text!r}: {_composes(text) or error}") from None
+
+
+# What people write where '+' composes policies.
+_SEPARATORS = re.compile(r"([\s,&+]+)")
+
+
+def _composes(text: str) -> str:
+    """What to write, if something else than '+' stands before a policy in `text`; else empty."""
+    composed, *rest = _SEPARATORS.split(text.strip())
+    misses_plus = False
+    for separator, piece in zip(rest[::2], rest[1::2], strict=True):
+        head = piece.partition(":")[0]
+        if "=" in head:  # A further parameter of the policy before it.
+            composed += f",{piece}"
+            continue
+        composed += f"+{piece}"
+        is_policy = head.partition("-")[0] in ("full", *METHODS)
+        misses_plus = misses_plus or (is_policy and separator != "+")
+    if not misses_plus:
+        return ""
+    try:
+        parse_policy(composed)
+    except PolicyError as error:
+        return f"policies compose with '+' alone; {error}"
+    return f"policies compose with '+': write {composed!r}"
 
 
 _LOST_NONE = "which lost none of the short ones measured"

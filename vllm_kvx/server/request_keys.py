@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vllm_kvx.config.quoting import quoted
-from vllm_kvx.config.settings import KEYS, REPLACED_KEYS
+from vllm_kvx.config.settings import INTERNAL_KEYS, PUBLIC_KEYS, REPLACED_KEYS
 from vllm_kvx.config.spelling import POLICY_KEY, VLLM_KEYS, has_prefix, misspelling
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.server.misplaced import XARGS, refusal
@@ -19,7 +19,7 @@ _PARAMETERS = {
     )
     for parameter in method.keys()  # noqa: SIM118 - it is no dict
 }
-_SERVER_KEYS = frozenset(KEYS) - {POLICY_KEY}
+_SERVER_KEYS = frozenset(PUBLIC_KEYS) - {POLICY_KEY}
 
 
 class Stray(NamedTuple):
@@ -89,4 +89,6 @@ def _stray(key: Any) -> Stray | None:
             f"{name} is set when the server starts, in --additional-config, and of these keys a "
             f"request has {POLICY_KEY} alone",
         )
+    if name in INTERNAL_KEYS:
+        return Stray(key, f"a server sets {name} for its own processes: leave it out")
     return None

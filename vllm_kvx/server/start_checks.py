@@ -66,7 +66,8 @@ ALWAYS: tuple[Refusal, ...] = (
         CACHE_DTYPE,
     ),
     Refusal(
-        lambda c: _is_cpu() and c.use_v2_model_runner and c.compilation_config.mode.name != "NONE",
+        # Of Model Runner V1 too, so that one start says what V2 needs besides KVX_CPU.
+        lambda c: _is_cpu() and c.compilation_config.mode.name != "NONE",
         "on CPU Triton's interpreter stands in for a compiler, which torch.compile cannot use: add "
         "--enforce-eager",
     ),

@@ -44,6 +44,7 @@ from vllm_kvx.server.measured_layers import find_measured, parts_of
 from vllm_kvx.server.model_checks import WITH_PROPAGATION, beside_sliding_layers
 from vllm_kvx.server.pipeline_checks import where_rows_leave
 from vllm_kvx.server.retrieval_checks import block_size_problems, ops_problems, stock_block_size
+from vllm_kvx.server.script_check import OF_SCRIPT
 from vllm_kvx.server.skipped_layers import beside_skipped_layers, beside_stock
 from vllm_kvx.server.skipped_layers import line_of as line_of_cache
 from vllm_kvx.server.start_checks import (
@@ -91,13 +92,16 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
         vllm_config.additional_config = config
     check_choice(config)
     rows = applying(ALWAYS, vllm_config)
+    rows += applying(OF_SCRIPT, vllm_config) if in_python else []
     alone = is_full_alone(config)
     rows += applying(FULL_OVER_INT8, vllm_config) if alone else machinery_rows(vllm_config)
     known = list(rows)
     if any(part.unmeasured is not None for part in parts_of(config)):
-        # What is measured is where tokens leave.
+        # What is measured is where tokens leave, by scores of keys.
         parts = (*WITH_PARTIAL_PREFIXES, *WITHOUT_WHOLE_PROMPTS, *WITH_DRAFTS)
-        known += applying((*WITH_PROPAGATION, *WITH_SELECTION, *parts), vllm_config)
+        known += applying(
+            (*WITH_RETENTION, *WITH_PROPAGATION, *WITH_SELECTION, *parts), vllm_config
+        )
     try:
         # Measuring may take minutes, which a server that cannot run need not spend.
         sources = find_measured(vllm_config, identity, may_measure=not known)

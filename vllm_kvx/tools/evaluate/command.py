@@ -40,6 +40,7 @@ from vllm_kvx.tools.evaluate.engine import (
     own_engine,
 )
 from vllm_kvx.tools.evaluate.groups import grouped
+from vllm_kvx.tools.evaluate.measuring import measures_first
 from vllm_kvx.tools.evaluate.original import Model, check_tokenizers, models_of
 from vllm_kvx.tools.evaluate.progress import AnswersBar
 from vllm_kvx.tools.evaluate.questions import PreparedPrompt, Suite, load_tokenizer
@@ -365,7 +366,7 @@ def engines_of(
         cache = {} if (dtype := rows[0].cache_dtype) is None else cache_options(dtype)
         try:
             with ExitStack() as stack:
-                with bar.starting(rows, left):
+                with bar.starting(rows, left, measures_first(model, members.values())):
                     engine = stack.enter_context(own_engine(model.source, members, options | cache))
                 yield engine, rows
         except NotStarted as error:

@@ -136,9 +136,14 @@ class AnswersBar:
         self._bar = tqdm(total=sum(map(len, rows.values())), dynamic_ncols=True, bar_format=_FORMAT)
 
     @contextmanager
-    def starting(self, rows: Sequence[Row], engines: int) -> Iterator[None]:
-        """Within, an engine for these rows starts, the first of so many that are left."""
+    def starting(self, rows: Sequence[Row], engines: int, says: Sequence[str]) -> Iterator[None]:
+        """Within, an engine for these rows starts, the first of so many that are left.
+
+        says: lines to show before it does.
+        """
         self._left.starts_left = engines
+        for line in says:
+            tqdm.write(line, file=sys.stderr)
         self._show(f"starting an engine for {', '.join(map(str, rows))}")
         begun = time.monotonic()
         yield
