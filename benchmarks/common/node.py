@@ -73,14 +73,24 @@ class Step:
             raise SystemExit(problem) from error
         return [sys.executable, *words[1:]] if words[:1] == ["python"] else words
 
+    def paths(self, values: Mapping[str, str]) -> list[Path]:
+        """What it needs; raises SystemExit if a path is malformed."""
+        try:
+            return [Path(path.format(**values)) for path in self.needs]
+        except (KeyError, IndexError, ValueError) as error:
+            raise SystemExit(f"{self.name}: {error!r} in what it needs") from error
+
     def ready(self, ended: Container[str], values: Mapping[str, str]) -> bool:
         """Whether what it comes after has ended and what it needs is there."""
-        there = [Path(path.format(**values)).exists() for path in self.needs]
+        there = [path.exists() for path in self.paths(values)]
         return all(there) and all(name in ended for name in self.after)
 
 
-def read_plan(name: str) -> list[Step]:
-    """The steps of a plan; raises SystemExit with what is wrong with its file."""
+def read_plan(name: str, takers: Sequence[str] = ()) -> list[Step]:
+    """The steps of a plan; raises SystemExit with what is wrong with its file.
+
+    takers: plans that take a step of it, directly or not.
+    """
     path = Path(name) if name.endswith(".toml") else PLANS / f"{name}.toml"
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -89,7 +99,9 @@ def read_plan(name: str) -> list[Step]:
             raise TypeError(f"what is not in a [[step]]: {', '.join(content)}")
         if not isinstance(rows, list):
             raise TypeError("a step begins with [[step]]")
-        return [_step(row) for row in rows]
+        if name in takers:
+            raise TypeError(f"it takes a step of itself, by {' and '.join(takers)}")
+        return [_step(row, [*takers, name]) for row in rows]
     except OSError as error:
         names = ", ".join(sorted(file.stem for file in PLANS.glob("*.toml")))
         raise SystemExit(f"no plan {name!r}: give one of {names}, or a file") from error
@@ -97,14 +109,20 @@ def read_plan(name: str) -> list[Step]:
         raise SystemExit(f"{path} is no plan: {error}") from error
 
 
-def _step(row: Mapping[str, Any]) -> Step:
-    """One step of a plan's file; raises TypeError if it says what a step does not have."""
+def _step(row: Mapping[str, Any], plans: Sequence[str]) -> Step:
+    """One step of a plan's file; raises TypeError if it says what a step does not have.
+
+    plans: the file's own name last, and before it those that take a step of it.
+    """
+    for key in ("after", "needs"):
+        if isinstance(row.get(key), str):
+            raise TypeError(f"{key} = {row[key]!r}: write a list")
     lists = {key: tuple(row[key]) for key in ("after", "needs") if key in row}
     fields = {key: value for key, value in row.items() if key != "take"} | lists
     if "take" not in row:
         return Step(**fields)
-    plan, _, name = row["take"].rpartition("/")
-    taken = [step for step in read_plan(plan) if step.name == name]
+    plan, _, name = str(row["take"]).rpartition("/")
+    taken = [step for step in read_plan(plan, plans) if step.name == name]
     if not taken:
         raise TypeError(f"take = {row['take']!r}: plan {plan!r} has no such step")
     return replace(taken[0], **fields)
@@ -177,29 +195,36 @@ class Node:
     def _begin(self, waiting: Sequence[Step]) -> list[Step]:
         """Starts what can be started; returns the others that may still begin."""
         others = []
-        kept_free = False
+        # For steps that wait for whole ones: later steps would take a GPU each for ever.
+        kept = list[str]()
         for step in waiting:
             left = self.end - time.monotonic()
             if left < 60 * step.minutes or left <= 0:
                 self._note(step, {"state": "left out", "minutes_left": round(left / 60, 1)})
                 continue
             ready = step.ready(self.states, self.values)
-            taken = None if kept_free and step.gpus else self._free(step)
+            taken = self._free(step, kept)
             if ready and taken is not None:
                 self._start(step, taken, left)
             else:
                 others.append(step)
-                # Later ones would take a GPU each for ever.
-                kept_free |= ready and step.whole
+                if ready and step.whole:
+                    kept += self._distinct(kept)[: step.gpus]
         return others
 
-    def _free(self, step: Step) -> tuple[str, ...] | None:
-        """The GPUs that the step can have now; None if it has to wait."""
+    def _distinct(self, kept: Sequence[str]) -> list[str]:
+        """GPUs but for those that are kept free, in the order in which whole ones are taken."""
+        used = {gpu for each in self.running for gpu in each.gpus}
+        left = (gpu for gpu in dict.fromkeys(self.gpus) if gpu not in kept)
+        return sorted(left, key=lambda gpu: (gpu in used, self.gpus.count(gpu)))
+
+    def _free(self, step: Step, kept: Sequence[str]) -> tuple[str, ...] | None:
+        """The GPUs that the step can have now, of those not kept free; None if it has to wait."""
         used = [gpu for each in self.running for gpu in each.gpus]
         if not step.gpus:
             idle = sum(not each.gpus for each in self.running) < WITHOUT_GPU
             return () if idle else None
-        distinct = list(dict.fromkeys(self.gpus))
+        distinct = self._distinct(kept)
         if step.whole:
             unused = [gpu for gpu in distinct if gpu not in used]
             return tuple(unused[: step.gpus]) if len(unused) >= step.gpus else None
@@ -207,7 +232,8 @@ class Node:
         room = {gpu: self.gpus.count(gpu) - used.count(gpu) for gpu in distinct}
         free = [gpu for gpu in distinct if room[gpu] and gpu not in taken_whole]
         # Where there is most room: a GPU named once is left to steps that want one whole.
-        return (max(free, key=lambda gpu: room[gpu]),) if free else None
+        most = max(free, key=lambda gpu: (room[gpu], self.gpus.count(gpu)), default=None)
+        return None if most is None else (most,)
 
     def _start(self, step: Step, gpus: tuple[str, ...], left: float) -> None:
         seconds = min(left, 60 * step.most) if step.most else left
@@ -265,6 +291,7 @@ def main(argv: Sequence[str]) -> int:
     values = {"out": str(args.out), "models": args.models, "commit": args.commit}
     for step in steps:
         step.words(0, values)
+        step.paths(values)
     node = Node(steps, args.gpus, args.out, began + 60 * args.minutes, values)
     return 0 if node.run() else 1
 

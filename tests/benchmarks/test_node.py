@@ -179,6 +179,29 @@ def test_a_gpu_named_once_is_left_to_steps_alone(tmp_path: Path) -> None:
     assert [(out / name).read_text() for name in "ab"] == ["1", "0"]
 
 
+def test_a_step_that_waits_for_a_whole_gpu_leaves_the_others(tmp_path: Path) -> None:
+    """Those behind it go on where it does not wait: at the GPU that has more names."""
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "for name in sys.argv[2:]:\n"
+        "    while not pathlib.Path(name).exists(): time.sleep(0.01)\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+    )
+    # Before the first step ends, those behind the second one have to have ended.
+    after = {"a": "xy", "held": "b", "b": "", "x": "", "y": ""}
+    steps: list[dict[str, Any]] = []
+    for name, others in after.items():
+        files = " ".join(f"{{out}}/{each}" for each in (name, *others))
+        steps.append({"name": name, "command": f"python {script} {files}", "alone": name in "ab"})
+    out = tmp_path / "out"
+    arguments = ["--gpus", "1", "1", "0", "--minutes", "1", "--out", str(out)]
+    assert main([plan(tmp_path, *steps), *arguments]) == 0
+    found = json.loads((out / "node.json").read_text())
+    gpus = {"a": ["0"], "held": ["1"], "b": ["0"], "x": ["1"], "y": ["1"]}
+    assert {name: each["gpus"] for name, each in found.items()} == gpus
+
+
 def test_what_a_step_needs_may_come_later(tmp_path: Path) -> None:
     steps = [
         {"name": "asks", "command": "true", "needs": ["{models}/late"]},
@@ -296,6 +319,15 @@ def test_clear_errors(tmp_path: Path) -> None:
         check([Step("a", "true", gpus=2)], 1)
     with pytest.raises(SystemExit, match=r"is no plan: .*plan 'quantized' has no such step"):
         read_plan(plan(tmp_path, {"take": "quantized/int9"}))
+    with pytest.raises(SystemExit, match=r"is no plan: needs = 'x': write a list"):
+        read_plan(plan(tmp_path, {"name": "a", "command": "true", "needs": "x"}))
+    itself = plan(tmp_path, {"take": f"{tmp_path}/plan.toml/a"})
+    with pytest.raises(SystemExit, match=r"is no plan: it takes a step of itself"):
+        read_plan(itself)
+    of_none = plan(tmp_path, {"name": "a", "command": "true", "needs": ["{model}/x"]})
+    with pytest.raises(SystemExit, match=r"a: KeyError.'model'. in what it needs"):
+        main([of_none, "--minutes", "1", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
     with pytest.raises(SystemExit, match="'a' takes no GPU, so drop alone"):
         check([Step("a", "true", gpus=0, alone=True)], 1)
     with pytest.raises(SystemExit, match=r"a: KeyError.'model'. in its command"):

@@ -27,6 +27,20 @@ from vllm_kvx.worker.int8_cache.room import room_of, short_rows
 BLOCK, HEADS, KV_HEADS, DIM = 32, 4, 2, 32
 
 
+def config_of(rows: int, longest: int, device: str) -> Any:
+    """What room is counted by: steps of so many rows, requests of so many tokens."""
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=rows),
+        model_config=SimpleNamespace(max_model_len=longest),
+        cache_config=SimpleNamespace(block_size=BLOCK),
+        device_config=SimpleNamespace(device_type=device),
+    )
+
+
+def layer_of(impl: SimpleNamespace) -> Any:
+    return SimpleNamespace(impl=impl, num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=DIM)
+
+
 def test_who_is_read_as_stored() -> None:
     """Requests with few rows, as vLLM sorts them; behind one with many all are undone."""
     plan = plan_of([0, 1, 9, 29, 29, 31], [70, 40, 20, 0, 33], BLOCK, short=8)
@@ -97,6 +111,21 @@ def test_scratch_has_room_for_every_piece() -> None:
 
 
 @pytest.mark.parametrize(
+    ("longest", "rows"),
+    [(SLICE, 8192), (SLICE + 1, 8192), (SLICE + BLOCK, 8192), (40_960, 65_536), (131_072, 8192)],
+)
+def test_outputs_of_several_pieces_are_counted(longest: int, rows: int) -> None:
+    """Steps that hold whole contexts have requests with few rows and long contexts, too."""
+    asked = min(rows, longest) // 2
+    ((chunk,), _) = plan_of([0, asked], [longest], BLOCK, 0)[3:]
+    assert (len(chunk.pieces) > 1) == (longest > SLICE)
+    most = max(piece.total for piece in chunk.pieces)
+    taken = scratch_bytes(most, asked, HEADS, KV_HEADS, DIM, 2, cuts=len(chunk.pieces) > 1)
+    config = config_of(rows, longest, "cuda")
+    assert taken <= room_of([layer_of(SimpleNamespace(sidecar_bytes=0))], torch.bfloat16, config)
+
+
+@pytest.mark.parametrize(
     ("device", "dtype", "short"),
     [
         ("cuda", torch.bfloat16, SHORT),
@@ -111,17 +140,8 @@ def test_room_is_counted_where_entries_are_undone(
 ) -> None:
     """Models in float32 have prompts read as they are stored, on GPUs."""
     assert short_rows(device, dtype, 96) == short
-    config: Any = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=96),
-        model_config=SimpleNamespace(max_model_len=512),
-        cache_config=SimpleNamespace(block_size=BLOCK),
-        device_config=SimpleNamespace(device_type=device),
-    )
-    ours, others = SimpleNamespace(sidecar_bytes=0), SimpleNamespace()
-    layers = [
-        SimpleNamespace(impl=impl, num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=DIM)
-        for impl in (others, ours)
-    ]
+    config = config_of(96, 512, device)
+    layers = [layer_of(SimpleNamespace()), layer_of(SimpleNamespace(sidecar_bytes=0))]
     assert room_of(layers[:1], dtype, config) == 0
     size = 0 if short == 96 else 2 * 512 * KV_HEADS * DIM * dtype.itemsize
     assert room_of(layers, dtype, config) == size

@@ -190,6 +190,17 @@ def test_rows_that_are_not_saved_are_named_beside_those_that_are() -> None:
     }
 
 
+def test_a_row_that_was_cut_off_takes_no_place(cache: Path) -> None:
+    """Its engine failed, or refused its long prompts, once it had answered short ones."""
+    saving("snapkv", "snapkv", 0.5)
+    (path,) = (cache / "evaluation").iterdir()
+    before = path.read_bytes()
+    scores = {"full": {"notes": 1.0, "vt": 1.0}, "snapkv": {"notes": 1.0}}
+    found = save(model_key(CONFIG, None), of_scores(scores), FACTS)
+    assert by_name(found.refused) == {"snapkv": "which did not answer all prompts"}
+    assert path.read_bytes() == before
+
+
 def test_perplexity_alone_is_no_share_of_answers() -> None:
     summary = of_scores({"full": {PERPLEXITY: 2.0}, "snapkv": {PERPLEXITY: 2.5}})
     found = save(model_key(CONFIG, None), summary, FACTS)

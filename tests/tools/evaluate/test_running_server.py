@@ -1,5 +1,6 @@
 """What `evaluate --base-url` takes from a server, before it asks anything."""
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -8,7 +9,7 @@ import httpx
 import pytest
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.tools.evaluate.engine import Prompt
+from vllm_kvx.tools.evaluate.engine import Prompt, Refused
 from vllm_kvx.tools.evaluate.groups import read_policies
 from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.evaluate.server import RunningServer
@@ -17,9 +18,9 @@ STATUS: dict[str, Any] = {"num_layers": 8, "layout": {}, "model_key": "k"}
 
 
 def server(
-    monkeypatch: pytest.MonkeyPatch, names: list[str], **status: Any
+    monkeypatch: pytest.MonkeyPatch, names: list[str], refusal: int = 200, **status: Any
 ) -> tuple[RunningServer, list[str]]:
-    """The server, and what was asked of it."""
+    """The server, and what was asked of it; prompts of nine tokens get the status `refusal`."""
     asked: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -28,6 +29,8 @@ def server(
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         if request.url.path == "/v1/kv_policy":
             return httpx.Response(200, json=STATUS | status)
+        if refusal != 200 and len(json.loads(request.content)["prompt"]) == 9:
+            return httpx.Response(refusal, json={"error": {"message": "no room"}})
         said = {"choices": [{"text": ""}], "usage": {"completion_tokens": 1}}
         return httpx.Response(200, json=said)
 
@@ -77,3 +80,13 @@ def test_each_answer_is_told_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [answer.text for answer in found.answers(Row.parse("fier-64"), asked, told)] == [""] * 3
     assert told.begun == [(Row("fier-64"), 3)]
     assert sorted(told.read) == [5, 7, 9] and sorted(told.finished, key=asked.index) == asked
+
+
+@pytest.mark.parametrize("status", [400, 503])
+def test_a_prompt_that_is_refused(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """Under other rows it may be answered, but not by a server that fails."""
+    found, _ = server(monkeypatch, ["fier-64"], status)
+    asked = [Prompt(range(length), 4) for length in (5, 9)]
+    with pytest.raises(ToolError, match=rf"refuses fier-64 \({status}\): no room") as error:
+        found.answers(Row.parse("fier-64"), asked, Told())
+    assert isinstance(error.value, Refused) == (status == 400)

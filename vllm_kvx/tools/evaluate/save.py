@@ -73,6 +73,9 @@ def save(
             needless[row] = "which another row is, too"
         elif full is None or cell.of_full is None:
             refused[row] = _without_ratio(full, summary.yardstick)
+        elif summary.answers(summary.yardstick).keys() - summary.answers(row).keys():
+            # Short prompts come first: what was left out may be what a policy loses.
+            refused[row] = "which did not answer all prompts"
         elif kept_all(row, cell):
             refused[row] = f"which {KEPT_ALL}"
         elif full_dtype and is_beside_unquantized(record["policies"].get(stored)):

@@ -11,7 +11,7 @@ from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.cache_dtype import at_dtype
 from vllm_kvx.policy.policy import KVPolicy, with_retrieval
 from vllm_kvx.policy.spec import parse_policy, servable
-from vllm_kvx.tools.evaluate.engine import Answered, Progress, Prompt
+from vllm_kvx.tools.evaluate.engine import Answered, Progress, Prompt, Refused
 from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.evaluate.shares import Shares, shares_of
 
@@ -64,7 +64,8 @@ class RunningServer:
         """Greedy answers under one row, `concurrency` prompts at a time.
 
         Raises:
-            ToolError: the server fails, or a prompt wants forced tokens, which HTTP cannot carry.
+            Refused: it takes one of the prompts not under this row.
+            ToolError: it fails, or a prompt wants forced tokens, which HTTP cannot carry.
         """
         progress.begin(row, len(prompts))
         with ThreadPoolExecutor(self._concurrency) as pool:
@@ -129,7 +130,9 @@ class RunningServer:
                 reason = response.json()["error"]["message"]
             except (ValueError, KeyError, TypeError):
                 reason = response.text[:300]
-            raise ToolError(f"the server refuses {row} ({response.status_code}): {reason}")
+            # A 400 is about this prompt under this row; others say that no other fares better.
+            kind = Refused if response.status_code == 400 else ToolError
+            raise kind(f"the server refuses {row} ({response.status_code}): {reason}")
         return response.json()
 
     def _get(self, path: str) -> Any:

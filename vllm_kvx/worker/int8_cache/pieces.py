@@ -146,6 +146,11 @@ def undone_together(max_model_len: int, max_rows: int) -> int:
     return min(max(SLICE, max_rows), max(max_model_len, max_rows))
 
 
+def is_cut(length: int) -> bool:
+    """Whether a context of so many entries may have several pieces, whatever a step has rows."""
+    return length > SLICE
+
+
 def scratch_entries(max_model_len: int, max_rows: int, block_size: int) -> int:
     """The most entries that are undone at once, for requests and steps of such sizes."""
     return min(max(SLICE, max_rows) + block_size, max(max_model_len, max_rows))

@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 
 from vllm_kvx.ops.retrieval.all_entries import AllEntries
 from vllm_kvx.ops.retrieval.retrieve import Scratch
-from vllm_kvx.worker.int8_cache.pieces import SHORT, scratch_entries
+from vllm_kvx.worker.int8_cache.pieces import SHORT, is_cut, scratch_entries
 from vllm_kvx.worker.int8_cache.prefill import scratch_bytes
 
 
@@ -43,7 +43,7 @@ def room_of(layers: Sequence[Any], dtype: torch.dtype, config: VllmConfig) -> in
         layer.num_kv_heads,
         layer.head_size,
         dtype.itemsize,
-        cuts=entries < longest,
+        cuts=is_cut(longest),
     )
 
 
