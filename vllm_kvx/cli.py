@@ -21,7 +21,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from vllm_kvx import __version__
@@ -48,12 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     The code is 2 if it cannot be done as asked; one line on stderr then says what to change. Only
     `doctor` has codes of its own.
     """
-    top = parser()
+    top, commands = _parsers()
     args, others = top.parse_known_args(argv)
     if others and not hasattr(args, "serve_args"):
-        args.parser.error(
-            f"unrecognized arguments: {' '.join(others)}{_meant(args.parser, others)}"
-        )
+        command = commands[args.command]
+        command.error(f"unrecognized arguments: {' '.join(others)}{_meant(command, others)}")
     if others:
         args.serve_args = others
     try:
@@ -84,13 +83,14 @@ def _meant(command: argparse.ArgumentParser, others: Sequence[str]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and their options.
+    """All commands and their options; the parsed `run` is the function that does the work."""
+    return _parsers()[0]
 
-    The parsed `run` is the function that does the work, and `parser` the command's own parser.
-    """
-    top: argparse.ArgumentParser = _Parser(
-        prog="vllm-kvx", description="Tools around a vllm-kvx server."
-    )
+
+def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """``parser``, and each command's own."""
+    about = "Tools around a vllm-kvx server."
+    top: argparse.ArgumentParser = _Parser(prog="vllm-kvx", description=about)
     top.add_argument("--version", action="version", version=f"vllm-kvx {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_serve(commands)
@@ -103,9 +103,7 @@ def parser() -> argparse.ArgumentParser:
     add_batch(commands)
     add_doctor(commands)
     add_policies(commands)
-    for command in commands.choices.values():
-        command.set_defaults(parser=command)
-    return top
+    return top, commands.choices
 
 
 if __name__ == "__main__":
