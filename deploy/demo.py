@@ -139,11 +139,11 @@ def ask(client: OpenAI, url: str, prompt: str, policy: str) -> Run:
     )
 
 
-def blocks_held(client: OpenAI, url: str, prompt: str, policies: Sequence[str]) -> list[int]:
+def blocks_held(client: OpenAI, url: str, prompt: str, policies: Sequence[str]) -> list[int] | None:
     """KV blocks of one request under each policy, counted at one moment of their long answers.
 
     Together they have answers of one length, give or take a few tokens: where one of them was kept
-    waiting, both are asked for again.
+    waiting, both are asked for again. None where the machine is too busy for that.
     """
     for _ in range(COUNTS):
         time.sleep(STALE_S)
@@ -165,7 +165,7 @@ def blocks_held(client: OpenAI, url: str, prompt: str, policies: Sequence[str]) 
         counted = [now.get(policy, {}).get("blocks_held", 0) for policy in policies]
         if all(counted) and max(tokens) - min(tokens) <= TOKENS_APART:
             return counted
-    raise DemoError("The machine is too busy to count the KV blocks of two answers at one moment.")
+    return None
 
 
 class LongAnswer:
@@ -225,7 +225,7 @@ def show_document(prompt: str, expected: str, tokens: int) -> None:
     say(f"\n{question}")
 
 
-def report(runs: list[Run], blocks: list[int], expected: str, layout: dict[str, Any]) -> int:
+def report(runs: list[Run], blocks: list[int] | None, expected: str, layout: dict[str, Any]) -> int:
     """Prints answers and savings; 0 if every answer is right."""
     policy = runs[0]
     right = {run.policy: run.answer == expected.strip() for run in runs}
@@ -233,7 +233,8 @@ def report(runs: list[Run], blocks: list[int], expected: str, layout: dict[str, 
     rows.append(("answer", *(run.answer for run in runs), ""))
     rows.append(("right", *("yes" if ok else "NO" for ok in right.values()), ""))
     spent = [run.layer_tokens for run in runs]
-    for label, (some, whole) in (("layer-tokens computed", spent), ("KV blocks held", blocks)):
+    counted = [("layer-tokens computed", spent), *([("KV blocks held", blocks)] if blocks else [])]
+    for label, (some, whole) in counted:
         rows.append((label, f"{some:,}", f"{whole:,}", f"{1 - some / whole:.1%}"))
     if policy.held:
         saved = f"{1 - policy.read / policy.held:.1%}"
@@ -248,6 +249,8 @@ def report(runs: list[Run], blocks: list[int], expected: str, layout: dict[str, 
         cells = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         say(f"  {label.ljust(widths[0])}   {'   '.join(cells)}".rstrip())
     say("\n  * Triton's interpreter on a CPU: this shows that it runs, not how fast a GPU is.\n")
+    if not blocks:
+        say("This machine is too busy to count the KV blocks of two answers at one moment.\n")
     say("Both answers are right." if all(right.values()) else f"Expected:{expected}")
     return 0 if all(right.values()) else 1
 

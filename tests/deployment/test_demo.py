@@ -37,6 +37,16 @@ def run(*arguments: str) -> tuple[str, dict[str, list[str]]]:
     return done.stdout, {label: cells for label, *cells in rows if cells}
 
 
+def run_and_count(*arguments: str) -> tuple[str, dict[str, list[str]]]:
+    """As ``run``, once more where the machine was too busy to count blocks, which it then says."""
+    for _ in range(3):
+        said, table = run(*arguments)
+        assert ("KV blocks held" in table) != ("This machine is too busy" in said), said
+        if "KV blocks held" in table:
+            break
+    return said, table
+
+
 def figures(cells: list[str]) -> tuple[float, float, float]:
     """Under the policy, in full, and the share that is said to be saved."""
     some, whole, *saved = (float(cell.rstrip("%").replace(",", "")) for cell in cells)
@@ -44,7 +54,7 @@ def figures(cells: list[str]) -> tuple[float, float, float]:
 
 
 def test_what_it_shows() -> None:
-    said, table = run()
+    said, table = run_and_count()
     assert "the answer is in line 53" in said and said.endswith("Both answers are right.\n")
     assert table["answer"] == ["pony.", "pony."] and table["right"] == ["yes", "yes"]
 
@@ -70,7 +80,7 @@ def test_what_it_shows() -> None:
 
 @nightly
 def test_what_retrieval_reads() -> None:
-    said, table = run("--policy", "fier-256", "--tokens", "1000")
+    said, table = run_and_count("--policy", "fier-256", "--tokens", "1000")
     assert said.endswith("Both answers are right.\n")
     blocks, of_full, _ = figures(table["KV blocks held"])
     assert 0 < abs(blocks - of_full) + 1 <= 4
