@@ -3,8 +3,7 @@
 The references run the layers of transformers' own model on what its encoder makes of the images.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from support.engine import Answer, Engine, running, schedule_ahead
 from support.expected import FULL, Policy, Read, named
 from support.nightly import by_day, nightly
 from support.parity import assert_identical, room_for
-from support.pictures import Shown, ask, assert_parity_shown
+from support.pictures import Shown, ask, assert_parity_shown, serving
 
 from vllm_kvx.cache.admission import SPLIT_WINDOWS
 
@@ -66,23 +65,6 @@ def wrapper(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[name]
 
     return of
-
-
-@contextmanager
-def serving(model: Path, policies: list[Policy], **options: Any) -> Iterator[Engine]:
-    """An engine that keeps its encoder, and cuts images in chunks of at most 40 tokens."""
-    defaults: dict[str, Any] = {
-        "skip_tokenizer_init": False,
-        "max_model_len": 512,
-        "max_num_seqs": 16,
-        "long_prefill_token_threshold": 40,
-        "enable_prefix_caching": True,
-        "limit_mm_per_prompt": {"image": 2, "video": 0},
-    }
-    if "mistral3" in str(model):
-        defaults["limit_mm_per_prompt"] = {"image": 2}
-    with running(model, "full", config=room_for(policies), **defaults | options) as engine:
-        yield engine
 
 
 def prompts_for(name: str) -> list[Shown]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
@@ -174,16 +173,7 @@ def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Shown.of(name, 90, (7, 9, 5), 12, seed=5),
     ]
     each = in_turn(policies, len(shown))
-    options: dict[str, Any] = {
-        "skip_tokenizer_init": False,
-        "max_model_len": 512,
-        "max_num_seqs": 16,
-        "long_prefill_token_threshold": 40,
-        "enable_prefix_caching": True,
-        "limit_mm_per_prompt": {"image": 2, "video": 0},
-        "kv_cache_dtype": NAME,
-    }
-    with running(model, "full", config=room_for(policies), **options) as engine:
+    with pictures.serving(model, policies, kv_cache_dtype=NAME) as engine:
         answers = pictures.ask(engine, shown, each, 6)
         again = pictures.ask(engine, shown, each[::-1], 4)
         engine.assert_idle()

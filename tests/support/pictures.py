@@ -1,6 +1,7 @@
 """Prompts with images for tiny models, and whether engines answer them as the references do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,9 +11,9 @@ from reference import masked
 from reference.pictures import picture, seeing
 from reference.wrappers import PART, TEXT_VOCAB, image_tokens
 
-from support.engine import Answer, Engine
+from support.engine import Answer, Engine, running
 from support.expected import Policy, load, named
-from support.parity import assert_parity
+from support.parity import assert_parity, room_for
 from support.prompts import prompts_of
 
 
@@ -84,3 +85,20 @@ def assert_parity_shown(
         with seeing(seen):
             differed += assert_parity(model, [answer], policy, most=1, least=0, **options)
     assert differed <= len(answers) // 10, f"{differed} near-ties among {len(answers)} prompts"
+
+
+@contextmanager
+def serving(model: Path, policies: list[Policy], **options: Any) -> Iterator[Engine]:
+    """An engine that keeps its encoder, and cuts images in chunks of at most 40 tokens."""
+    defaults: dict[str, Any] = {
+        "skip_tokenizer_init": False,
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "long_prefill_token_threshold": 40,
+        "enable_prefix_caching": True,
+        "limit_mm_per_prompt": {"image": 2, "video": 0},
+    }
+    if "mistral3" in str(model):
+        defaults["limit_mm_per_prompt"] = {"image": 2}
+    with running(model, "full", config=room_for(policies), **defaults | options) as engine:
+        yield engine
