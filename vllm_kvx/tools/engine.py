@@ -1,6 +1,9 @@
 """What tools that start an engine share."""
 
 import os
+import time
+from threading import Thread
+from typing import Any
 
 from vllm_kvx.compat.cpu_mode import CPU_MODE_VARIABLE
 
@@ -22,6 +25,29 @@ def on_cpu() -> bool:
     import torch
 
     return not torch.cuda.is_available()
+
+
+def wake_if_dead(llm: Any) -> None:
+    """Has a call that waits for `llm`'s engine raise EngineDeadError once its process is gone.
+
+    vLLM's client notices that a process was killed, and fails later calls; one that waits for
+    outputs then would wait for ever. An engine in this process needs nothing.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    client = llm.llm_engine.engine_core
+    outputs = getattr(client, "outputs_queue", None)
+    if outputs is None:
+        return
+    resources = client.resources
+
+    def wake() -> None:
+        # The client sets it when it is closed, too; nobody waits then.
+        while not resources.engine_dead:
+            time.sleep(0.5)
+        outputs.put_nowait(EngineDeadError())
+
+    Thread(target=wake, daemon=True, name="wake_if_dead").start()
 
 
 def last_line(error: BaseException) -> str:

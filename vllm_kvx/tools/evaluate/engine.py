@@ -13,7 +13,7 @@ from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY, KVSettings
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.policy import KVPolicy, with_retrieval
 from vllm_kvx.policy.spec import servable
-from vllm_kvx.tools.engine import last_line, on_cpu, prepare_environment
+from vllm_kvx.tools.engine import last_line, on_cpu, prepare_environment, wake_if_dead
 from vllm_kvx.tools.evaluate.rows import Row
 from vllm_kvx.tools.evaluate.shares import Shares, shares_of
 
@@ -106,6 +106,7 @@ class OwnEngine:
             names = ", ".join(map(str, policies))
             why = f"the engine for {names} does not start: {last_line(error)}"
             raise NotStarted(why) from error
+        wake_if_dead(self.llm)
         vllm_config = self.llm.llm_engine.vllm_config
         settings = KVSettings.from_vllm_config(vllm_config)
         assert settings is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvx.errors import ToolError
-from vllm_kvx.tools.engine import last_line, on_cpu, prepare_environment
+from vllm_kvx.tools.engine import last_line, on_cpu, prepare_environment, wake_if_dead
 from vllm_kvx.tools.tune_speed import selfwritten
 from vllm_kvx.tools.tune_speed.dialogues import Dialogue, Further, Templated, read, templated
 from vllm_kvx.tools.tune_speed.fitting import Wanted, fitted
@@ -47,6 +47,7 @@ class Teacher:
             self._llm: Any = LLM(model, **(defaults | options))
         except (ValueError, RuntimeError, TypeError, OSError) as error:
             raise ToolError(f"the teacher's engine does not start: {last_line(error)}") from error
+        wake_if_dead(self._llm)
 
     def answers(
         self,
@@ -59,8 +60,12 @@ class Teacher:
         """Token ids of the answers, with the token that ends one.
 
         stop: tokens that end an answer beside the model's own.
+
+        Raises:
+            ToolError: the engine fails.
         """
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMServerError
         from vllm.inputs import TokensPrompt
 
         params = [
@@ -76,7 +81,10 @@ class Teacher:
             )
         ]
         asked = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
-        outputs = self._llm.generate(asked, params, use_tqdm=True)
+        try:
+            outputs = self._llm.generate(asked, params, use_tqdm=True)
+        except VLLMServerError as error:
+            raise ToolError(f"the teacher's engine failed: {last_line(error)}") from error
         return [tuple(output.outputs[0].token_ids) for output in outputs]
 
     def close(self) -> None:
