@@ -44,8 +44,8 @@ class Manager:
 class Retrieval:
     graph = "dense"
 
-    def __init__(self, replayed_modes: tuple[str, ...] = MODES) -> None:
-        self.replayed_modes = replayed_modes
+    def __init__(self, graph_modes: tuple[str, ...] = MODES) -> None:
+        self.graph_modes = graph_modes
 
 
 class Waiting:
@@ -98,14 +98,6 @@ def test_memory_is_reserved_for_every_set(runner: Runner) -> None:
     runner.initialize_kv_cache()
     runner.cudagraph_manager.capture()
     assert len(runner.cudagraph_manager.captured) == 1 + 3 * 4
-
-
-def test_where_tokens_are_drafted_only_dense_steps_have_graphs() -> None:
-    """Of them a request has several rows, which a graph that retrieves does not know."""
-    runner = Runner(Retrieval(MODES[:1]))
-    runner.cudagraph_manager.capture()
-    assert runner.cudagraph_manager.captured == ["p dense", *(f"{n} dense" for n in (8, 4, 2, 1))]
-    assert runner.cudagraph_manager.run_fullgraph("4") == ("4", "dense")
 
 
 @pytest.mark.parametrize(

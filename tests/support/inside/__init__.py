@@ -15,6 +15,7 @@ from support.inside.graphs import (
     draft_from,
     drafting_without_graphs,
     one_launch_ran,
+    replay_verifying_steps,
     replay_waiting_steps,
     replaying_drafts,
     room_for_scores,

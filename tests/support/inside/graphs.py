@@ -115,6 +115,35 @@ def replay_waiting_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     return counts
 
 
+def replay_verifying_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """Two of three steps that may replay a graph of as many drafts each do what it has in it.
+
+    Counts those that do (`True`), and the others that may.
+    """
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_kvx.worker.decode import graph_rows
+    from vllm_kvx.worker.model_state import PolicyModelState
+
+    # vLLM has no graphs on CPU, and rows no room in them.
+    monkeypatch.setattr(graph_rows, "most_rows", lambda config: 64)
+    stock, counts = PolicyModelState.prepare_attn, Counter[bool]()
+
+    def prepare_attn(self: Any, batch: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
+        size = batch.num_scheduled_tokens[: batch.num_reqs]
+        if self._step is not None and not self._step.chunks and (size == size.max()).all():
+            tokens = batch.num_computed_tokens_np, size
+            drafts = size.max() > 1 and batch.num_draft_tokens_per_req is not None
+            if drafts and not self.needs_python(batch.idx_mapping_np, *tokens):
+                replays = counts.total() % 3 > 0
+                counts[replays] += 1
+                mode = CUDAGraphMode.FULL if replays else mode
+        return stock(self, batch, mode, *args, **kwargs)
+
+    monkeypatch.setattr(PolicyModelState, "prepare_attn", prepare_attn)
+    return counts
+
+
 @contextmanager
 def replaying_drafts(
     engine: Any, sizes: Sequence[int], plans: bool = False
