@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from reference.fastkv import Keep
 from reference.fier import Retrieve
+from reference.swiftkv import Swift
 from support import inside
 from support.configs import speculative
 from support.drafts import Drafter, some
 from support.engine import running
-from support.expected import FULL, Policy, Read, Speed
+from support.expected import FULL, Policy, Read
 from support.nightly import nightly
 from support.parity import ask, assert_close, assert_parity, in_turn, room_for
 from support.prompts import prompts_of
@@ -33,7 +34,7 @@ RETRIEVE: list[Policy] = [
         (RETRIEVE, 3),
         pytest.param([Read(Retrieve(64))], 5, marks=nightly),
         pytest.param([Read(Retrieve(64, pages=True)), FULL], 4, marks=nightly),
-        pytest.param([Read(Retrieve(64), Speed(4)), Read(Retrieve(64))], 2, marks=nightly),
+        pytest.param([Read(Retrieve(64), Swift(4)), Read(Retrieve(64))], 2, marks=nightly),
     ],
 )
 def test_rows_of_a_graph(
