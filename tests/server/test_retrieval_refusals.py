@@ -105,7 +105,7 @@ def test_who_copies_pages_with_a_tail(
     config = changed(config, "kv_transfer_config", OfLMCache(**extra))
     found = reasons(WITH_RETRIEVAL, config)
     assert len(found) == (not works)
-    assert works or "unset LMCACHE_MP_TRANSFER_MODE" in found[0] and "\n" not in found[0]
+    assert works or ("unset LMCACHE_MP_TRANSFER_MODE" in found[0] and "\n" not in found[0])
 
 
 @pytest.mark.parametrize(
