@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from support.refused import lines_of
 
 pytest.importorskip("lmcache", reason="needs lmcache, whose connector is asked for")
@@ -35,6 +36,14 @@ def test_what_keeps_a_part(make_config: Any, policy: str) -> None:
 @pytest.mark.parametrize("key", ["lmcache.mp.save_decode_cache", "lmcache.mp.lazy_offload"])
 def test_what_it_is_not_to_do(make_config: Any, key: str) -> None:
     (line,) = lines(make_config, "fier-64", {key: True})
+    assert f"drop {key}" in line
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a row of servers on GPUs")
+@pytest.mark.parametrize("policy", ["fier-64", "quest-64"])
+def test_engines_do_not_copy(make_config: Any, policy: str) -> None:
+    key = "lmcache.mp.mp_transfer_mode"
+    (line,) = lines(make_config, policy, {key: "engine_driven"})
     assert f"drop {key}" in line
 
 

@@ -19,6 +19,7 @@ from vllm_kvx.server.start_checks import WITH_RETRIEVAL
 from vllm_kvx.server.start_refusal import reasons
 
 ANSWERS = "lmcache.mp.save_decode_cache"
+MODE = "lmcache.mp.mp_transfer_mode"
 
 
 def layers_in_blocks(stock: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
@@ -62,11 +63,49 @@ def test_rows_where_pages_hold_a_sidecar(stock, monkeypatch, tmp_path) -> None:
     (found,) = reasons(WITH_RETRIEVAL, changed(on_gpu, "kv_transfer_config", ThroughHost()))
     assert "drop kv_buffer_device" in found
     refused.append(found)
+    copies = changed(on_gpu, "kv_transfer_config", OfLMCache(**{MODE: "engine_driven"}))
+    (found,) = reasons(WITH_RETRIEVAL, copies)
+    assert f"drop {MODE}" in found
+    refused.insert(-2, found)
     assert refused == [row.reason for row in WITH_RETRIEVAL], "a row without a case"
     for works in (32, 64, 128, 256):
         assert not reasons(
             WITH_RETRIEVAL, changed(stock, "model_config.get_head_size", lambda works=works: works)
         )
+
+
+@pytest.mark.parametrize(
+    ("extra", "variable", "device", "works"),
+    [
+        ({}, None, "cuda", True),
+        ({MODE: "lmcache_driven"}, None, "cuda", True),
+        ({MODE: "engine_driven"}, None, "cuda", False),
+        ({MODE: "Engine_Driven"}, "auto", "cuda", False),
+        ({MODE: None}, "ENGINE_DRIVEN", "cuda", False),
+        ({}, "engine_driven", "cuda", False),
+        # What the configuration says goes before the variable.
+        ({MODE: "auto"}, "engine_driven", "cuda", True),
+        # There it is what LMCache does anyway, and torch copies.
+        ({MODE: "engine_driven"}, "engine_driven", "cpu", True),
+    ],
+)
+def test_who_copies_pages_with_a_tail(
+    stock: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    extra: dict[str, Any],
+    variable: str | None,
+    device: str,
+    works: bool,
+) -> None:
+    """Servers without retrieval are not asked: their pages have no tail."""
+    monkeypatch.delenv("LMCACHE_MP_TRANSFER_MODE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("LMCACHE_MP_TRANSFER_MODE", variable)
+    config = changed(stock, "device_config.device_type", device)
+    config = changed(config, "kv_transfer_config", OfLMCache(**extra))
+    found = reasons(WITH_RETRIEVAL, config)
+    assert len(found) == (not works)
+    assert works or ("unset LMCACHE_MP_TRANSFER_MODE" in found[0] and "\n" not in found[0])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """An LMCache server in a process of its own, and what engines need to meet it."""
 
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -36,9 +35,6 @@ def lmcache_server(log: Path) -> Iterator[dict[str, Any]]:
             assert process.poll() is None and time.monotonic() < until, told
             time.sleep(0.05)
         extra = {"lmcache.mp.port": port, "lmcache.mp.mq_timeout": _PATIENCE}
-        # Where one process cannot open another one's GPU memory: engine_driven.
-        if mode := os.environ.get("KVX_LMCACHE_MODE"):
-            extra["lmcache.mp.mp_transfer_mode"] = mode
         yield {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",

@@ -23,6 +23,8 @@ _PROMPTS = "offload_prompt_only"
 _ANSWERS, _UPSTREAM = "lmcache.mp.save_decode_cache", "LMCACHE_USE_UPSTREAM_MP"
 # Whether LMCache stores blocks when they are about to be evicted; it does at once unless told.
 _LAZY = "lmcache.mp.lazy_offload"
+# Who copies blocks, LMCache's server or the engine; on a GPU it is the server unless told.
+_MODE, _MODE_VARIABLE = "lmcache.mp.mp_transfer_mode", "LMCACHE_MP_TRANSFER_MODE"
 # Whether NIXL hands blocks back from servers that decode; it does not unless told.
 _BACK = "bidirectional_kv_xfer"
 # Whether NIXL meets servers of the same kind alone; it does unless told otherwise.
@@ -80,6 +82,13 @@ RETRIEVAL_BESIDE_CONNECTORS: tuple[Refusal, ...] = (
         lambda c: asked_connector(c) == LMCACHE and _is_told(c, _ANSWERS),
         "tokens that are generated under retrieval leave other entries than a prompt's would, and "
         f"no request may load these: drop {_ANSWERS} from --kv-transfer-config",
+        CONNECTOR,
+    ),
+    Refusal(
+        lambda c: asked_connector(c) == LMCACHE and _engine_copies(c),
+        "on a GPU LMCache's mode engine_driven copies as if pages held keys and values alone, and "
+        f"those of retrieval hold more: drop {_MODE} from --kv-transfer-config and unset "
+        f"{_MODE_VARIABLE}, so that LMCache's server copies",
         CONNECTOR,
     ),
     Refusal(
@@ -153,6 +162,23 @@ def _is_told(c: "VllmConfig", key: str) -> bool:
     """Whether a KV connector was told to do what it leaves by default."""
     config = c.kv_transfer_config
     return config is not None and bool(config.get_from_extra_config(key, False))
+
+
+def _engine_copies(c: "VllmConfig") -> bool:
+    """Whether LMCache was told that the engine copies blocks, on a GPU.
+
+    LMCache 0.5.6 then builds what it tells its CUDA kernels of a page
+    (``transfer_context/base.py``) without the distance between pages, which is larger than one's
+    keys and values where 1-bit keys or page bounds lie behind them. On a CPU torch copies, by
+    the tensors' own strides.
+    """
+    config = c.kv_transfer_config
+    if config is None or c.device_config.device_type == "cpu":
+        return False
+    mode = config.get_from_extra_config(_MODE, None)
+    if mode is None:
+        mode = os.environ.get(_MODE_VARIABLE, "")
+    return str(mode).lower() == "engine_driven"
 
 
 def _is_other() -> bool:
