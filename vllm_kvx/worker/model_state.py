@@ -370,11 +370,10 @@ class PolicyModelState(DefaultModelState):
             return None
         if step is None:
             return retrieval.graph_pass(None, attn.size, tables) if for_capture else None
-        assert step.retrieval is not None
         plan = step.retrieval
+        assert plan is not None
         if attn.mode == CUDAGraphMode.FULL:
-            of = plan, step.requests
-            now = retrieval.graph_pass(of, attn.size, tables, self.waiting.keeps)
+            now = retrieval.graph_pass(plan, attn.size, tables, self.waiting.keeps)
         else:
             now = retrieval.eager_pass(
                 plan,

@@ -225,11 +225,16 @@ class Retrieval:
         )
         if self.sampler.takes_step(bool(step.some.any())):
             step.sampled = self.policy_rows[requests]
+        if step.chunks and step.some.any():
+            several = np.array(step.chunks)
+            step.filled = self.sidecars.groups_of_decodes(
+                requests[several], step.sees[:, several], step.counts[several]
+            )
         return step
 
     def graph_pass(
         self,
-        of_step: tuple[RetrievalStep, np.ndarray] | None,
+        step: RetrievalStep | None,
         size: tuple[int, int],
         block_tables: Sequence[Tensor],
         keeps: bool = False,
@@ -237,35 +242,25 @@ class Retrieval:
         """The pass of a CUDA graph; sets `graph`, and writes what the graph reads.
 
         Args:
-            of_step: a step and its (R,) request states; None while `graph` is captured: its rows
-                do nothing.
+            step: None while `graph` is captured: its rows do nothing.
             size: the graph's rows and requests.
             keeps: whether the graph keeps queries; those that do fit any step.
         """
-        if of_step is not None:
-            wanted = of_step[0].modes
+        if step is not None:
+            wanted = step.modes
             modes = self.graph_modes[-1:] if keeps else self.graph_modes
             self.graph = next(each for each in modes if covers(each, wanted))
         if all(mode is Mode.DENSE for mode in self.graph):
             return None
+        rows = None
+        if step is not None:
+            requests, lens = step.each_row()
+            assert self.fits(lens), "rows of a CUDA graph do not fit"
+            rows = GraphStep(requests, lens, step.budgets[requests], step.filled)
         (num_rows, num_reqs), graphs = size, self.graph_rows
-        graphs.set(None if of_step is None else self._graph_step(*of_step), num_rows, num_reqs)
+        graphs.set(rows, num_rows, num_reqs)
         batches, groups = graphs.batches(num_rows), graphs.full_groups(num_reqs)
         return RetrievalPass(self.graph, batches, block_tables, full_groups=groups)
-
-    def _graph_step(self, step: RetrievalStep, requests: np.ndarray) -> GraphStep:
-        each, lens = step.each_row()
-        assert all(map(self._surely_fits, lens)) or self.fits(lens), (
-            "scores of a CUDA graph do not fit"
-        )
-        filled = None
-        if step.chunks and step.some.any():
-            # By requests with several rows, of which one may read what those before it fill.
-            several = np.array(step.chunks)
-            filled = self.sidecars.groups_of_decodes(
-                requests[several], step.sees[:, several], step.counts[several]
-            )
-        return GraphStep(each, lens, step.budgets[each], filled)
 
     def eager_pass(
         self,

@@ -166,6 +166,8 @@ class RetrievalStep:
         counts: (R,) rows of each request. sees: (S, R) entries seen by its last one.
         generated: (R,) tokens past its prompt, the step's included; not positive within it.
         sampled: see ``RetrievalPass``.
+        filled: (n, 3) int32, groups that requests with several rows fill, which one row may write
+            and a later one read; see ``Writer.write``. None for none.
     """
 
     lens: IntArray
@@ -177,6 +179,7 @@ class RetrievalStep:
     sees: IntArray
     generated: IntArray
     sampled: IntArray | None = None
+    filled: np.ndarray | None = None
 
     @classmethod
     def of(
