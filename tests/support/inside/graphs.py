@@ -91,6 +91,21 @@ def waiting_without_graphs(engine: Any) -> Iterator[None]:
         yield
 
 
+def room_in_graphs(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """A graph may have so many rows that retrieve; vLLM describes none on CPU."""
+    from vllm_kvx.worker.decode import graph_rows
+
+    monkeypatch.setattr(graph_rows, "most_rows", lambda config: rows)
+
+
+def capture_sets_of(engine: Any, manager: Any) -> None:
+    """`manager` captures and replays a set of graphs for each kind of step of the server."""
+    from vllm_kvx.worker.graph_sets import _capture_each, _Kinds
+
+    state = model_state(engine)
+    _capture_each(manager, _Kinds(state.retrieval, state.waiting))
+
+
 def replay_waiting_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """Two of three steps that may replay a graph which keeps queries do what it has in it.
 
@@ -106,35 +121,6 @@ def replay_waiting_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
         if self._step is not None and self._step.chunks and batch.num_tokens == batch.num_reqs:
             tokens = batch.num_computed_tokens_np, batch.num_scheduled_tokens
             if not self.needs_python(batch.idx_mapping_np, *tokens):
-                replays = counts.total() % 3 > 0
-                counts[replays] += 1
-                mode = CUDAGraphMode.FULL if replays else mode
-        return stock(self, batch, mode, *args, **kwargs)
-
-    monkeypatch.setattr(PolicyModelState, "prepare_attn", prepare_attn)
-    return counts
-
-
-def replay_verifying_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
-    """Two of three steps that may replay a graph of as many drafts each do what it has in it.
-
-    Counts those that do (`True`), and the others that may.
-    """
-    from vllm.config.compilation import CUDAGraphMode
-
-    from vllm_kvx.worker.decode import graph_rows
-    from vllm_kvx.worker.model_state import PolicyModelState
-
-    # vLLM has no graphs on CPU, and rows no room in them.
-    monkeypatch.setattr(graph_rows, "most_rows", lambda config: 64)
-    stock, counts = PolicyModelState.prepare_attn, Counter[bool]()
-
-    def prepare_attn(self: Any, batch: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
-        size = batch.num_scheduled_tokens[: batch.num_reqs]
-        if self._step is not None and not self._step.chunks and (size == size.max()).all():
-            tokens = batch.num_computed_tokens_np, size
-            drafts = size.max() > 1 and batch.num_draft_tokens_per_req is not None
-            if drafts and not self.needs_python(batch.idx_mapping_np, *tokens):
                 replays = counts.total() % 3 > 0
                 counts[replays] += 1
                 mode = CUDAGraphMode.FULL if replays else mode
