@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -273,13 +274,24 @@ def _evaluated(file: File, report: Report) -> list[Kept]:
 
 
 def most_asked(kept: Sequence[Kept]) -> list[Kept]:
-    """By policy, layers included, the evaluation with most questions; none of SPEED's cuts."""
-    best: dict[str, Kept] = {}
-    for each in sorted(kept, key=lambda k: k.weight):
+    """By policy, layers included, the first of `most_first`; none of SPEED's cuts."""
+    found: dict[str, list[Kept]] = {}
+    for each in kept:
         if not each.layers:
             policy, at, dtype = each.policy.partition("@")
-            best[str(parse_policy(policy)) + at + dtype] = each
-    return [each for _, each in sorted(best.items())]
+            found.setdefault(str(parse_policy(policy)) + at + dtype, []).append(each)
+    return [most_first(same)[0] for _, same in sorted(found.items())]
+
+
+def most_first(kept: Sequence[Kept]) -> list[Kept]:
+    """Evaluations of one policy: of the model that was asked most in all of them, then by weight.
+
+    One file of a model may have more questions than any single one of a model with several.
+    """
+    asked = Counter[str]()
+    for each in kept:
+        asked[each.model] += each.n
+    return sorted(kept, key=lambda k: (k.weight[0], asked[k.model], *k.weight), reverse=True)
 
 
 def same_method(name: str) -> str:

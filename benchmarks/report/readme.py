@@ -22,6 +22,7 @@ from benchmarks.report.files import (
     figures_of,
     kept_of,
     loads_of,
+    most_first,
     newest,
     same_method,
 )
@@ -154,9 +155,8 @@ def answers_of(policy: str, layers: int, kept: Sequence[Kept]) -> list[Kept]:
             if own and of:
                 shares.append((int(own[1]) / of, each))
         same = _nearest(shares, int(match[1]) / layers)
-    same.sort(key=lambda each: each.weight, reverse=True)
     found: list[Kept] = []
-    for each in same:
+    for each in most_first(same):
         if all(_on_other_tasks(each, other) for other in found):
             found.append(each)
     return found

@@ -191,6 +191,18 @@ def test_what_one_gpu_serves_within_limits(write: Any, tmp_path: Path) -> None:
     assert not page.exists()
 
 
+def test_a_model_asked_more_in_all_goes_first(write: Any, tmp_path: Path) -> None:
+    asked = {"snapkv:kv_rate=0.1": 0.5}
+    once = evaluated(asked, tasks=["c"], model="once")
+    for cell in once["cells"]:
+        cell["n"] = 60
+    load = loaded({"stock": 2.0, "snapkv": 3.0})
+    files = {name: evaluated(asked, tasks=[name]) for name in "ab"}
+    line = row(write(load=load, once=once, **files), "| `snapkv` |", "n 40")
+    assert "small" in line and "once" not in line
+    assert "; small |" in row((tmp_path / "README.md").read_text(), "snapkv:kv_rate=0.1")
+
+
 def test_of_equal_cutoffs_the_youngest_file_and_its_first_stand(write: Any) -> None:
     def at(hour: int, share: float) -> dict[str, Any]:
         made = tuned(15, share)
