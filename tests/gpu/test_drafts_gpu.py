@@ -75,10 +75,11 @@ def test_steps_that_retrieve_replay_graphs(tiny: Callable[..., Path], reads: Ret
         drafter, graphs = Drafter.of(engine, some(3, DRAFTS)), count_retrieval_graphs(engine)
         alone = ask(engine, prompts, [Read(reads)] * len(prompts), max_tokens=40)
         print("graphs of steps in which all retrieve:", graphs)
-        assert graphs["all" if reads.dense_below == 0 else "mixed"] > graphs["steps"] // 4
+        assert graphs.get("all", 0) > 0
+        assert graphs["all"] + graphs.get("mixed", 0) > graphs["steps"] // 3
         beside = ask(engine, prompts, each, max_tokens=40)
         print("beside others:", graphs)
-        assert graphs["mixed"] > 0
+        assert graphs.get("mixed", 0) > 0
         drafter.know(beside)
         assert_close(ask(engine, prompts, each, max_tokens=40), beside)
         engine.assert_idle()
