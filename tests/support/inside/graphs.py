@@ -37,7 +37,7 @@ def room_for_scores(monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
     """The scores of so many entries have room in CUDA graphs."""
     from vllm_kvx.worker.decode import retrieval
 
-    monkeypatch.setattr(retrieval, "capacity_of", lambda *_: entries)
+    monkeypatch.setattr(retrieval, "capacity_of", lambda *_, **__: entries)
 
 
 def watch_graphs(engine: Any) -> list[tuple[bool, int, int]]:

@@ -51,7 +51,8 @@ class Retrieval:
     policy_rows: (max requests,) by request state: its row in the counters.
     crossover: entries from which on retrieval pays for one request on this machine.
     costs: of a layer of a step, which say when it pays for a batch.
-    graph_modes: of the CUDA graphs; the last ones fit any step.
+    graph_modes: of the CUDA graphs; the last ones fit any step, unless there are only the first.
+    max_rows: that retrieve at once.
     graph: the modes whose CUDA graph the running step replays, or which is captured.
     """
 
@@ -79,7 +80,9 @@ class Retrieval:
         self.rules = Rules(budgets, least, floors, layout.unit)
         self.policy_rows = np.zeros(max_reqs, dtype=np.int64)
         self.graph_rows = GraphRows(layout, num_stages, vllm_config, device)
-        self.max_rows = self.graph_rows.max_rows
+        drafts, reuse = vllm_config.num_speculative_tokens, layout.reuse_layers
+        # A layer that reads by another's choice can do so for rows that were chosen for at once.
+        self.max_rows = self.graph_rows.max_rows if reuse == 1 else max_reqs * (1 + drafts)
         self.beside_stock = BesideStock(layers, num_stages, max_reqs, vllm_config, device)
         index = INDEXES[layout.index]
         self.scratch = Scratch.of(
@@ -94,6 +97,8 @@ class Retrieval:
                 layout.unit,
                 impl.num_kv_heads,
                 score_bytes(device),
+                drafts,
+                at_once=reuse > 1,
             ),
             max_units=layout.max_units,
             unit=layout.unit,
@@ -101,11 +106,11 @@ class Retrieval:
             device=device,
             dtype=cast(torch.dtype, model.dtype),
             # Not where other layers read what one chose.
-            one_launch=layout.reuse_layers == 1 and pays(impl),
+            one_launch=reuse == 1 and pays(impl),
         )
         self.backends = self.scratch.backends
         machine = (self.backends.score, layout.reduction, impl.num_kv_heads, entry_bytes(layers))
-        reuse, first, states = layout.reuse_layers, layers[0].index, model.is_hybrid
+        first, states = layers[0].index, model.is_hybrid
         share, invariant = share_that_chooses(num_layers, reuse), envs.VLLM_BATCH_INVARIANT
         self.crossover = alone_from(*machine, keeps_state=states, choosing=share)
         self.costs = costs(*machine, keeps_state=states, invariant=invariant, choosing=share)
@@ -167,17 +172,24 @@ class Retrieval:
         if (self.sidecars.is_fresh(requests) & may).any():
             return True
         if (counts > 1).any():
+            if (counts != counts[0]).any():
+                return False  # vLLM replays graphs of requests with as many tokens each alone.
             rules = self.rules.of(requests)
             step = RetrievalStep.of(
                 rules, self.costs, begins, counts, prompt_lens, stored_lens, np.zeros_like(may)
             )
-            _, lens = step.each_row()
-            return bool(step.some.any()) and (self.sampler.is_due or not self.fits(lens))
-        ends = begins + counts
-        if self._surely_fits(ends) and not self.sampler.is_due:
+            return bool(step.some.any()) and not self._replays(step.each_row()[1])
+        ends, replays = begins + counts, len(self.graph_modes) > 1
+        if self._surely_fits(ends) and not self.sampler.is_due and replays:
             return False
         lens = self.lens_of(requests, ends, prompt_lens, stored_lens)
-        return not self.fits(lens) or (self.sampler.is_due and bool(lens.any()))
+        return bool(lens.any()) and not self._replays(lens)
+
+    def _replays(self, lens: IntArray) -> bool:
+        """Whether a step some of whose (S, N) rows retrieve may replay a graph."""
+        if self.sampler.is_due or len(self.graph_modes) == 1:
+            return False
+        return lens.shape[1] <= self.graph_rows.max_rows and self.fits(lens)
 
     def lens_of(
         self, requests: np.ndarray, ends: IntArray, prompt_lens: IntArray, stored_lens: IntArray
@@ -198,9 +210,7 @@ class Retrieval:
         return int(lens.sum()) // self.layout.unit + 5 * len(lens) <= self.scratch.capacity
 
     def fits(self, lens: IntArray) -> bool:
-        """Whether (S, R) rows and their scores have room at once, stage by stage."""
-        if lens.shape[1] > self.max_rows:
-            return False
+        """Whether scores of (S, R) rows have room at once, stage by stage."""
         return fits(lens, self.layout.unit, self.scratch.capacity)
 
     def plan(

@@ -301,19 +301,23 @@ def retrieving_lens(
 def graph_modes(policies: Iterable[KVPolicy], stage_starts: Sequence[int]) -> tuple[Modes, ...]:
     """The CUDA graphs that a server captures: of no retrieval first, the last one fits any step.
 
+    Without policies there is the first one alone, and steps that retrieve replay none.
+
     Those between are for long contexts: SPEED's upper layers hold too few entries to choose from.
 
     Args:
         policies: that may retrieve on the server; see ``KVSettings.may_retrieve``.
     """
-    long = (
+    long = [
         tuple(
             Mode.DENSE if storage.gap_of(policy, 1 << 30, start).size else Mode.ALL
             for start in stage_starts
         )
         for policy in policies
-    )
+    ]
     dense = (Mode.DENSE,) * len(stage_starts)
+    if not long:
+        return (dense,)
     return tuple(dict.fromkeys((dense, *long, (Mode.MIXED,) * len(stage_starts))))
 
 
