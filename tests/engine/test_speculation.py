@@ -192,7 +192,7 @@ def test_every_family(model: Path, dense_ops: None, policies: list[Policy], draf
 @nightly
 def test_own_drafter(model: Path, dense_ops: None) -> None:
     """The engine's own drafts, in a pool that is too small, and in texts that repeat."""
-    options = {"num_gpu_blocks_override": 66, "max_model_len": 288, "max_num_seqs": 6}
+    options = {"num_gpu_blocks_override": 40, "max_model_len": 288, "max_num_seqs": 6}
     config = speculative(DRAFTS) | {"prompt_lookup_min": 1}
     assert_parity_preempted(model, RETRIEVE, speculative_config=config, **options)
     with serve(model, RETAIN, DRAFTS, speculative_config=config) as engine:

@@ -17,7 +17,7 @@ from support.engine import running
 from support.expected import FULL, Policy, Read, Speed
 from support.gpu import EXACT
 from support.heads import Models, assert_dense, drafted_by
-from support.inside import count_graph_replays
+from support.inside import count_graph_replays, count_retrieval_graphs
 from support.parity import ask, assert_close, assert_parity, in_turn, room_for
 from support.prompts import prompts_of
 
@@ -62,6 +62,29 @@ def test_whatever_share_is_right(tiny: Callable[..., Path]) -> None:
         engine.assert_idle()
     assert set(drafter.accepted) == set(range(DRAFTS + 1)), drafter.accepted
     assert_parity(model, one_by_one, each, most=2)
+
+
+@pytest.mark.parametrize("reads", [Retrieve(64, dense_below=0), Retrieve(48, dense_below=140)])
+def test_steps_that_retrieve_replay_graphs(tiny: Callable[..., Path], reads: Retrieve) -> None:
+    """Rows of a request on both sides of a length, of a group's end and of the graph's padding."""
+    model = tiny(head_dim=64, hidden=256)
+    policies: list[Policy] = [Read(reads), Read(reads), FULL]
+    prompts, each = prompts_of(LENGTHS, seed=9), in_turn(policies, len(LENGTHS))
+    options = {"speculative_config": speculative(DRAFTS), "async_scheduling": False}
+    with running(model, "full", config=room_for(policies), **OPTIONS, **options) as engine:
+        drafter, graphs = Drafter.of(engine, some(3, DRAFTS)), count_retrieval_graphs(engine)
+        alone = ask(engine, prompts, [Read(reads)] * len(prompts), max_tokens=40)
+        print("graphs of steps in which all retrieve:", graphs)
+        assert graphs.get("all", 0) > 0
+        assert graphs["all"] + graphs.get("mixed", 0) > graphs["steps"] // 3
+        beside = ask(engine, prompts, each, max_tokens=40)
+        print("beside others:", graphs)
+        assert graphs.get("mixed", 0) > 0
+        drafter.know(beside)
+        assert_close(ask(engine, prompts, each, max_tokens=40), beside)
+        engine.assert_idle()
+    assert set(drafter.accepted) == set(range(DRAFTS + 1)), drafter.accepted
+    assert_parity(model, [*alone, *beside], [Read(reads)] * len(prompts) + each, most=2)
 
 
 def test_draft_model(tiny: Callable[..., Path]) -> None:

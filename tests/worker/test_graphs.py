@@ -44,8 +44,8 @@ class Manager:
 class Retrieval:
     graph = "dense"
 
-    def __init__(self, replayed_modes: tuple[str, ...] = MODES) -> None:
-        self.replayed_modes = replayed_modes
+    def __init__(self, graph_modes: tuple[str, ...] = MODES) -> None:
+        self.graph_modes = graph_modes
 
 
 class Waiting:
@@ -98,14 +98,6 @@ def test_memory_is_reserved_for_every_set(runner: Runner) -> None:
     runner.initialize_kv_cache()
     runner.cudagraph_manager.capture()
     assert len(runner.cudagraph_manager.captured) == 1 + 3 * 4
-
-
-def test_where_tokens_are_drafted_only_dense_steps_have_graphs() -> None:
-    """Of them a request has several rows, which a graph that retrieves does not know."""
-    runner = Runner(Retrieval(MODES[:1]))
-    runner.cudagraph_manager.capture()
-    assert runner.cudagraph_manager.captured == ["p dense", *(f"{n} dense" for n in (8, 4, 2, 1))]
-    assert runner.cudagraph_manager.run_fullgraph("4") == ("4", "dense")
 
 
 @pytest.mark.parametrize(
@@ -169,3 +161,13 @@ def test_what_requests_may_compose_has_its_set() -> None:
     assert modes_of("speed-24", "fier-2048", requests="off", starts=(0, 24)) == ["DD", "AA", "MM"]
     # `selfonly-24+fier-2048` is refused.
     assert modes_of("fier-2048", "selfonly-24", starts=(0, 24)) == ["DD", "AA", "MM"]
+
+
+def test_steps_that_only_drafts_may_retrieve_in_have_none() -> None:
+    """Requests may name the drafter's policy; few will, and all servers would capture for them."""
+    config = {"kv_policy": "full", "kv_drafts": {"policy": "fier-256", "cache_to_weights": 1.0}}
+    for named, sets in (("full", ["D"]), ("fier-2048", ["D", "A", "M"])):
+        settings = KVSettings.of(config | {"kv_policy": named}, num_layers=32)
+        assert settings is not None and settings.layout.sidecar is not None
+        modes = graph_modes(settings.may_retrieve(), (0,))
+        assert ["".join(m.name[0] for m in each) for each in modes] == sets

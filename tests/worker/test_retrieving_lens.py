@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_kvx.ops.retrieval.costs import Costs
+from vllm_kvx.policy.storage import stored_lens
 from vllm_kvx.worker.decode.step import Mode, RetrievalStep, Rules, retrieving_lens
 
 # In entries, not Ki: a row saves 3 per entry less 2 per token read; retrieval costs 3000 at all,
@@ -115,3 +116,26 @@ def test_each_drafted_token_retrieves_by_itself() -> None:
         for end in (899, 903)
     )
     assert short.modes == (Mode.DENSE,) and long.modes == (Mode.ALL,)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_of_graphs_are_those_of_steps_in_python(seed: int) -> None:
+    """A graph has a row for each token; those that a step in Python leaves out see nothing."""
+    rng = np.random.default_rng(seed)
+    size, stages = int(rng.integers(1, 7)), int(rng.integers(1, 3))
+    counts = rng.integers(1, 6, size)
+    prompts = rng.integers(600, 1000, size)
+    begins = prompts + rng.integers(-1, 200, size)
+    ends = begins + counts
+    gaps = rng.integers(0, 2, (2, stages, size)) * rng.integers(1, 100, (2, stages, size))
+    seen = np.stack([stored_lens(ends, *gaps[:, stage]) for stage in range(stages)])
+    step = RetrievalStep.of(
+        rules(size), COSTS, begins, counts, prompts, seen, np.zeros(size, dtype=bool)
+    )
+    requests, lens = step.each_row()
+    for stage in range(stages):
+        rows = step.rows(stage, counts, begins, ends, prompts, (gaps[0, stage], gaps[1, stage]))
+        expected = np.zeros(counts.sum(), dtype=np.int64)
+        expected[rows.tokens] = rows.lens
+        assert lens[stage].tolist() == expected.tolist()
+        assert requests[rows.tokens].tolist() == rows.requests.tolist()

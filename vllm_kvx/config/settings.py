@@ -231,8 +231,13 @@ class KVSettings:
 
     def may_retrieve(self) -> list[KVPolicy]:
         """What retrieves of the policies that the server was started for, and of those that
-        requests may compose with its retrieval, where they may name any that fits."""
+        requests may compose with its retrieval, where they may name any that fits.
+
+        None where the model's own drafts alone retrieve, though requests may name their policy:
+        what a server captures for it would cost every start."""
         found = [policy for policy in self.policies if policy.retrieve is not None]
+        if self.drafts is not None and not found:
+            return []
         if self.layout.sidecar is None or self.request_policies != ANY_THAT_FITS:
             return found
         for policy in self.policies:

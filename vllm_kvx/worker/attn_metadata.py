@@ -41,6 +41,11 @@ class StepAttention:
     more: tuple[Any, ...]
     max_num_reqs: int
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and requests of the step, padding included."""
+        return self.batch.num_tokens_after_padding, self.batch.num_reqs_after_padding
+
     def of_rows(
         self, batch: InputBatch, groups: AttentionGroups, rows: DeviceRows | None
     ) -> AttnMetadata:

@@ -29,7 +29,7 @@ class _Kinds:
 
     def __init__(self, retrieval: Retrieval | None, waiting: WaitingQueries) -> None:
         self._retrieval, self._waiting = retrieval, waiting
-        modes = ((),) if retrieval is None else retrieval.replayed_modes
+        modes = ((),) if retrieval is None else retrieval.graph_modes
         self.all = [GraphKind(each) for each in modes]
         if waiting.in_graphs:
             self.all.append(GraphKind(modes[-1], True))
@@ -54,8 +54,7 @@ def capture_sets(runner: Any, retrieval: Retrieval | None, waiting: WaitingQueri
     """Makes vLLM capture every FULL graph once for each kind of decode step on this server.
 
     ``Retrieval.graph`` and ``WaitingQueries.keeps`` say which set a step replays. A step in which
-    nobody retrieves or waits then runs what stock vLLM runs, without a kernel of ours. Where tokens
-    are drafted, steps that retrieve replay none (``Retrieval.replays``).
+    nobody retrieves or waits then runs what stock vLLM runs, without a kernel of ours.
     """
     kinds = _Kinds(retrieval, waiting)
     if len(kinds.all) == 1:

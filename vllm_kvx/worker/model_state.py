@@ -251,8 +251,7 @@ class PolicyModelState(DefaultModelState):
         )
         self.attention = None if step is None else attn
         rows, counts = self._rows(step, attn)
-        num_rows = input_batch.num_tokens_after_padding
-        keeps = self.waiting.beside(step, cudagraph_mode, num_rows, for_capture)
+        keeps = self.waiting.beside(step, cudagraph_mode, attn.size[0], for_capture)
         retrieves = self._retrieval_pass(step, attn, for_capture)
         metadata = self._by_stage(step, attn, rows, retrieves)
         if step is None:
@@ -366,23 +365,24 @@ class PolicyModelState(DefaultModelState):
     def _retrieval_pass(
         self, step: Step | None, attn: StepAttention, for_capture: bool
     ) -> RetrievalPass | None:
-        retrieval, rows = self.retrieval, attn.batch.num_reqs_after_padding
+        retrieval, tables = self.retrieval, attn.block_tables
         if retrieval is None:
             return None
         if step is None:
-            return retrieval.graph_pass(None, rows, attn.block_tables) if for_capture else None
-        assert step.retrieval is not None
+            return retrieval.graph_pass(None, attn.size, tables) if for_capture else None
+        plan = step.retrieval
+        assert plan is not None
         if attn.mode == CUDAGraphMode.FULL:
-            now = retrieval.graph_pass(step.retrieval, rows, attn.block_tables, self.waiting.keeps)
+            now = retrieval.graph_pass(plan, attn.size, tables, self.waiting.keeps)
         else:
             now = retrieval.eager_pass(
-                step.retrieval,
+                plan,
                 step.counts,
                 [step.rows[segment] for segment in self.stage_segments],
                 step.ends,
                 self.requests.prompt_lens[step.requests],
                 step.gaps,
-                attn.block_tables,
+                tables,
                 self.cuts.at_split_layers(step.rows),
             )
         self.stats.add_retrieval_step(step, self.requests, retrieval.layout.unit, now)

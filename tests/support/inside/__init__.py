@@ -8,6 +8,7 @@ the functions that need them, so that one name that is gone breaks the tests tha
 # ruff: noqa: F401
 from support.inside.choices import drop_windows, keep_lowest, shift_heads
 from support.inside.graphs import (
+    capture_sets_of,
     count_draft_replays,
     count_graph_replays,
     count_retrieval_graphs,
@@ -18,6 +19,7 @@ from support.inside.graphs import (
     replay_waiting_steps,
     replaying_drafts,
     room_for_scores,
+    room_in_graphs,
     tickets,
     waiting_without_graphs,
     watch_graphs,

@@ -37,7 +37,7 @@ def room_for_scores(monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
     """The scores of so many entries have room in CUDA graphs."""
     from vllm_kvx.worker.decode import retrieval
 
-    monkeypatch.setattr(retrieval, "capacity_of", lambda *_: entries)
+    monkeypatch.setattr(retrieval, "capacity_of", lambda *_, **__: entries)
 
 
 def watch_graphs(engine: Any) -> list[tuple[bool, int, int]]:
@@ -89,6 +89,21 @@ def waiting_without_graphs(engine: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_state(engine).waiting, "in_graphs", False)
         yield
+
+
+def room_in_graphs(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """A graph may have so many rows that retrieve; vLLM describes none on CPU."""
+    from vllm_kvx.worker.decode import graph_rows
+
+    monkeypatch.setattr(graph_rows, "most_rows", lambda config: rows)
+
+
+def capture_sets_of(engine: Any, manager: Any) -> None:
+    """`manager` captures and replays a set of graphs for each kind of step of the server."""
+    from vllm_kvx.worker.graph_sets import _capture_each, _Kinds
+
+    state = model_state(engine)
+    _capture_each(manager, _Kinds(state.retrieval, state.waiting))
 
 
 def replay_waiting_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:

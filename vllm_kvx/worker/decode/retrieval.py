@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -19,12 +18,13 @@ from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.retrieval.costs import Begins, alone_from, costs
 from vllm_kvx.ops.retrieval.one_launch import pays
 from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve
-from vllm_kvx.ops.retrieval.rows import RetrievalRows, pack
+from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.policy.axes import Retrieve
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.reuse import layer_chooses, share_that_chooses
 from vllm_kvx.policy.storage import IntArray
 from vllm_kvx.worker.decode.announce import announce, known
+from vllm_kvx.worker.decode.graph_rows import GraphRows, GraphStep
 from vllm_kvx.worker.decode.mixed_step import AttentionGroups, BesideStock
 from vllm_kvx.worker.decode.recall import RecallSampler
 from vllm_kvx.worker.decode.room import capacity_of, entry_bytes, fits, score_bytes
@@ -51,9 +51,9 @@ class Retrieval:
     policy_rows: (max requests,) by request state: its row in the counters.
     crossover: entries from which on retrieval pays for one request on this machine.
     costs: of a layer of a step, which say when it pays for a batch.
+    graph_modes: of the CUDA graphs; the last ones fit any step, unless there are only the first.
+    max_rows: that retrieve at once.
     graph: the modes whose CUDA graph the running step replays, or which is captured.
-    replays: whether steps that retrieve replay graphs. Where tokens are drafted a request has
-        several rows, of which such a graph knows one.
     """
 
     def __init__(
@@ -72,19 +72,17 @@ class Retrieval:
         num_layers: policy layers of the model, of which `layers` are this worker's.
         """
         max_reqs = vllm_config.scheduler_config.max_num_seqs
-        self.replays = vllm_config.num_speculative_tokens == 0
         impl, model = layers[0].layer.impl, vllm_config.model_config
         self.layout, self.graph_modes = layout, tuple(graph_modes)
-        self.max_num_reqs, self._device = max_reqs, device
+        self._device = device
         num_stages, self._stages = len(self.graph_modes[0]), [layer.stage for layer in layers]
         budgets, least, floors = np.zeros((3, max_reqs), dtype=np.int64)
         self.rules = Rules(budgets, least, floors, layout.unit)
         self.policy_rows = np.zeros(max_reqs, dtype=np.int64)
-        # Rows of a CUDA graph, by stage, at fixed addresses.
-        self._fields = torch.zeros(num_stages, 4, max_reqs, dtype=torch.int32, device=device)
-        self._offsets = torch.zeros(num_stages, max_reqs, dtype=torch.int64, device=device)
-        # Views of both, by the number of rows.
-        self._batches: dict[int, list[list[RetrievalRows]]] = {}
+        self.graph_rows = GraphRows(layout, num_stages, vllm_config, device)
+        drafts, reuse = vllm_config.num_speculative_tokens, layout.reuse_layers
+        # A layer that reads by another's choice can do so for rows that were chosen for at once.
+        self.max_rows = self.graph_rows.max_rows if reuse == 1 else max_reqs * (1 + drafts)
         self.beside_stock = BesideStock(layers, num_stages, max_reqs, vllm_config, device)
         index = INDEXES[layout.index]
         self.scratch = Scratch.of(
@@ -92,13 +90,15 @@ class Retrieval:
             num_heads=impl.num_heads,
             kv_heads=impl.num_kv_heads,
             head_dim=impl.head_size,
-            max_rows=max_reqs,
+            max_rows=self.max_rows,
             capacity=capacity_of(
                 max_reqs,
                 model.max_model_len,
                 layout.unit,
                 impl.num_kv_heads,
                 score_bytes(device),
+                drafts,
+                at_once=reuse > 1,
             ),
             max_units=layout.max_units,
             unit=layout.unit,
@@ -106,11 +106,11 @@ class Retrieval:
             device=device,
             dtype=cast(torch.dtype, model.dtype),
             # Not where other layers read what one chose.
-            one_launch=layout.reuse_layers == 1 and pays(impl),
+            one_launch=reuse == 1 and pays(impl),
         )
         self.backends = self.scratch.backends
         machine = (self.backends.score, layout.reduction, impl.num_kv_heads, entry_bytes(layers))
-        reuse, first, states = layout.reuse_layers, layers[0].index, model.is_hybrid
+        first, states = layers[0].index, model.is_hybrid
         share, invariant = share_that_chooses(num_layers, reuse), envs.VLLM_BATCH_INVARIANT
         self.crossover = alone_from(*machine, keeps_state=states, choosing=share)
         self.costs = costs(*machine, keeps_state=states, invariant=invariant, choosing=share)
@@ -131,11 +131,6 @@ class Retrieval:
         self.sampler = RecallSampler(settings.recall_every, device, num_policies)
         self.graph: Modes = (Mode.DENSE,) * num_stages
 
-    @property
-    def replayed_modes(self) -> tuple[Modes, ...]:
-        """Those of `graph_modes` with CUDA graphs; the last one fits any step that replays."""
-        return self.graph_modes if self.replays else self.graph_modes[:1]
-
     def bind(self, spec: AttentionSpec, block_tables: BlockTables) -> None:
         """vLLM has allocated a KV cache, its pages as in `spec`."""
         self.sidecars.bind(page_shape(spec, self.layout), block_tables)
@@ -154,8 +149,7 @@ class Retrieval:
     def kept_buffers(self) -> list[Tensor]:
         """Device memory that has to outlive vLLM's sleep: see ``SleepingBuffers``."""
         return [
-            self._fields,
-            self._offsets,
+            *self.graph_rows.buffers,
             self.beside_stock.lens,
             self.sampler.mass,
             *self.scratch.zeroed,
@@ -170,25 +164,32 @@ class Retrieval:
         stored_lens: IntArray,
     ) -> bool:
         """Whether a decode step cannot replay a graph: scores do not fit, recall is measured, or a
-        request that resumes may read what this very step computes. See also `replays`, and `plan`.
+        request that resumes may read what this very step computes. See `plan`.
         """
         may = self.rules.budgets[requests] > 0
         if not may.any():
             return False
-        is_fresh = self.sidecars.is_fresh(requests)
-        if (is_fresh & may).any():
+        if (self.sidecars.is_fresh(requests) & may).any():
             return True
-        if not self.replays:
+        if (counts > 1).any():
+            if (counts != counts[0]).any():
+                return False  # vLLM replays graphs of requests with as many tokens each alone.
             rules = self.rules.of(requests)
             step = RetrievalStep.of(
-                rules, self.costs, begins, counts, prompt_lens, stored_lens, is_fresh
+                rules, self.costs, begins, counts, prompt_lens, stored_lens, np.zeros_like(may)
             )
-            return bool(step.some.any())
-        ends = begins + counts
-        if self._surely_fits(ends) and not self.sampler.is_due:
+            return bool(step.some.any()) and not self._replays(step.each_row()[1])
+        ends, replays = begins + counts, len(self.graph_modes) > 1
+        if self._surely_fits(ends) and not self.sampler.is_due and replays:
             return False
         lens = self.lens_of(requests, ends, prompt_lens, stored_lens)
-        return not self.fits(lens) or (self.sampler.is_due and bool(lens.any()))
+        return bool(lens.any()) and not self._replays(lens)
+
+    def _replays(self, lens: IntArray) -> bool:
+        """Whether a step some of whose (S, N) rows retrieve may replay a graph."""
+        if self.sampler.is_due or len(self.graph_modes) == 1:
+            return False
+        return lens.shape[1] <= self.graph_rows.max_rows and self.fits(lens)
 
     def lens_of(
         self, requests: np.ndarray, ends: IntArray, prompt_lens: IntArray, stored_lens: IntArray
@@ -234,47 +235,42 @@ class Retrieval:
         )
         if self.sampler.takes_step(bool(step.some.any())):
             step.sampled = self.policy_rows[requests]
+        if step.chunks and step.some.any():
+            several = np.array(step.chunks)
+            step.filled = self.sidecars.groups_of_decodes(
+                requests[several], step.sees[:, several], step.counts[several]
+            )
         return step
 
     def graph_pass(
         self,
         step: RetrievalStep | None,
-        num_reqs: int,
+        size: tuple[int, int],
         block_tables: Sequence[Tensor],
         keeps: bool = False,
     ) -> RetrievalPass | None:
-        """The pass of a CUDA graph; sets `graph`, and writes the rows that the graph reads.
+        """The pass of a CUDA graph; sets `graph`, and writes what the graph reads.
 
-        step: None while `graph` is captured: its rows do nothing.
-        keeps: whether the graph keeps queries; those that do fit any step.
+        Args:
+            step: None while `graph` is captured: its rows do nothing.
+            size: the graph's rows and requests.
+            keeps: whether the graph keeps queries; those that do fit any step.
         """
-        num_stages = len(self.graph)
-        fields = np.zeros((num_stages, 4, num_reqs), dtype=np.int32)
-        offsets = np.zeros((num_stages, num_reqs), dtype=np.int64)
         if step is not None:
             wanted = step.modes
-            assert not step.chunks or not step.some.any(), "a CUDA graph has a row for each request"
-            assert all(map(self._surely_fits, step.lens)) or self.fits(step.lens), (
-                "scores of a CUDA graph do not fit"
-            )
-            modes = self.replayed_modes[-1:] if keeps else self.graph_modes
+            modes = self.graph_modes[-1:] if keeps else self.graph_modes
             self.graph = next(each for each in modes if covers(each, wanted))
-            index = np.arange(step.lens.shape[1])
-            for stage, lens in enumerate(step.lens):
-                fields[stage, :, : len(index)], offsets[stage, : len(index)] = pack(
-                    index, index, lens, step.budgets, self.layout.unit
-                )
         if all(mode is Mode.DENSE for mode in self.graph):
             return None
-        self._fields[:, :, :num_reqs].copy_(async_tensor_h2d(fields, device=self._device))
-        self._offsets[:, :num_reqs].copy_(async_tensor_h2d(offsets, device=self._device))
-        batches = self._batches.get(num_reqs)
-        if batches is None:
-            batches = self._batches[num_reqs] = [
-                [RetrievalRows.of_fields(f, o).first(num_reqs)]
-                for f, o in zip(self._fields, self._offsets, strict=True)
-            ]
-        return RetrievalPass(self.graph, batches, block_tables)
+        rows = None
+        if step is not None:
+            requests, lens = step.each_row()
+            assert self.fits(lens), "rows of a CUDA graph do not fit"
+            rows = GraphStep(requests, lens, step.budgets[requests], step.filled)
+        (num_rows, num_reqs), graphs = size, self.graph_rows
+        graphs.set(rows, num_rows, num_reqs)
+        batches, groups = graphs.batches(num_rows), graphs.full_groups(num_reqs)
+        return RetrievalPass(self.graph, batches, block_tables, full_groups=groups)
 
     def eager_pass(
         self,
@@ -319,7 +315,7 @@ class Retrieval:
             RetrievalRows.of(
                 part.tokens, part.requests, part.lens, budgets[part.requests], unit, self._device
             )
-            for part in rows.batches(unit, self.scratch.capacity, self.max_num_reqs)
+            for part in rows.batches(unit, self.scratch.capacity, self.max_rows)
         ]
 
     def stock_batch(

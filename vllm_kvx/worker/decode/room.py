@@ -27,15 +27,30 @@ def score_bytes(device: torch.device) -> int:
 
 
 def capacity_of(
-    max_num_reqs: int, max_model_len: int, unit: int, kv_heads: int, num_bytes: int
+    max_num_reqs: int,
+    max_model_len: int,
+    unit: int,
+    kv_heads: int,
+    num_bytes: int,
+    drafts: int = 0,
+    at_once: bool = False,
 ) -> int:
     """Units that scores have room for: all there can be, or as many as fit into `num_bytes`.
 
     Two rows of the longest length fit in any case. A multiple of four, as ``room_of``.
+
+    Args:
+        drafts: most tokens that are drafted for a request, each of which has a row of its own.
+            Twice the bytes are for them: the pool's entries have several scores without.
+        at_once: whatever fits without drafts fits with them.
     """
     longest = int(room_of(np.array([max_model_len]), unit)[0])
-    tokens = num_bytes // (4 * kv_heads)
-    return min(max_num_reqs * longest, max(2 * longest, tokens // unit // 4 * 4))
+    rows, share = 1 + drafts, 2 if drafts else 1
+    if at_once:
+        rows, share = 1, 1
+    tokens = share * num_bytes // (4 * kv_heads)
+    capacity = min(rows * max_num_reqs * longest, max(2 * longest, tokens // unit // 4 * 4))
+    return capacity * (1 + drafts) if at_once else capacity
 
 
 def entry_bytes(layers: Sequence[HookedLayer]) -> int:

@@ -132,10 +132,18 @@ class Sidecars:
             ones included. A group that rejected ones fill is written again with those that stay.
         """
         self.timer.collect()
-        self._left_behind = self._pending = None
+        self._left_behind = None
+        full_groups = self.groups_of_decodes(requests, stored, counts)
+        self._pending = None if full_groups is None else self._as_written(full_groups)
+
+    def groups_of_decodes(
+        self, requests: np.ndarray, stored: IntArray, counts: IntArray
+    ) -> np.ndarray | None:
+        """What `plan_decodes` plans: (n, 3) int32, as ``Writer.write`` takes it; None for none."""
         group = self.shape.group
-        if (stored % group < counts).any():
-            self._pending = self._planned(requests, (stored - counts) // group, stored // group)
+        if not (stored % group < counts).any():
+            return None
+        return _full_groups(requests, (stored - counts) // group, stored // group)
 
     def plan_drafts(self, requests: np.ndarray, least: IntArray, most: IntArray) -> None:
         """`plan` of a pass that adds a drafted entry to each request, beside whose layers to write.

@@ -163,7 +163,11 @@ class RetrievalStep:
         whole: (S, R) the rows of each request all of whose rows retrieve, 0 of the others.
         some: (S,) bool, whether any row retrieves.
         rules: of the requests.
+        counts: (R,) rows of each request. sees: (S, R) entries seen by its last one.
+        generated: (R,) tokens past its prompt, the step's included; not positive within it.
         sampled: see ``RetrievalPass``.
+        filled: (n, 3) int32, groups that requests with several rows fill, which one row may write
+            and a later one read; see ``Writer.write``. None for none.
     """
 
     lens: IntArray
@@ -171,7 +175,11 @@ class RetrievalStep:
     whole: IntArray
     some: np.ndarray
     rules: Rules
+    counts: IntArray
+    sees: IntArray
+    generated: IntArray
     sampled: IntArray | None = None
+    filled: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -199,7 +207,7 @@ class RetrievalStep:
             first_sees = stored_lens - (counts - 1)
             from_first = several & (begins >= prompt_lens) & (first_sees >= rules.floors)
             whole = np.where(from_first, counts, whole)
-        return cls(lens, chunks, whole, some, rules)
+        return cls(lens, chunks, whole, some, rules, counts, stored_lens, ends - prompt_lens)
 
     @property
     def budgets(self) -> IntArray:
@@ -213,6 +221,28 @@ class RetrievalStep:
             Mode.DENSE if not some else Mode.ALL if whole.all() else Mode.MIXED
             for some, whole in zip(self.some.tolist(), self.whole, strict=True)
         )
+
+    def each_row(self) -> tuple[IntArray, IntArray]:
+        """Of a step that runs all of its rows in every stage: whose each row is, and what it reads.
+
+        Returns (N,) requests, by batch index, and (S, N) entries that each row sees, 0 where it
+        does not retrieve.
+        """
+        counts = self.counts
+        requests = np.repeat(np.arange(len(counts)), counts)
+        if len(requests) == len(counts):
+            return requests, self.lens
+        # Rows of the same request that follow.
+        after = np.repeat(np.cumsum(counts), counts) - np.arange(len(requests)) - 1
+        lens = np.where(after == 0, self.lens[:, requests], 0)
+        if self.chunks:
+            several = np.zeros(len(counts), dtype=bool)
+            several[self.chunks] = True
+            past = several[requests] & (after < self.generated[requests])
+            # Past their prompts each row sees one entry more than the one before.
+            seen = self.sees[:, requests] - after
+            lens = np.where(past & (seen >= self.rules.floors[requests]), seen, lens)
+        return requests, lens
 
     def rows(
         self,
@@ -271,19 +301,23 @@ def retrieving_lens(
 def graph_modes(policies: Iterable[KVPolicy], stage_starts: Sequence[int]) -> tuple[Modes, ...]:
     """The CUDA graphs that a server captures: of no retrieval first, the last one fits any step.
 
+    Without policies there is the first one alone, and steps that retrieve replay none.
+
     Those between are for long contexts: SPEED's upper layers hold too few entries to choose from.
 
     Args:
         policies: that may retrieve on the server; see ``KVSettings.may_retrieve``.
     """
-    long = (
+    long = [
         tuple(
             Mode.DENSE if storage.gap_of(policy, 1 << 30, start).size else Mode.ALL
             for start in stage_starts
         )
         for policy in policies
-    )
+    ]
     dense = (Mode.DENSE,) * len(stage_starts)
+    if not long:
+        return (dense,)
     return tuple(dict.fromkeys((dense, *long, (Mode.MIXED,) * len(stage_starts))))
 
 

@@ -1,0 +1,119 @@
+"""What the CUDA graphs of a step's retrieval read: its rows, and what they write, at fixed places.
+
+A graph has a row for each token of its step: one of each request, or several where tokens are
+drafted. Rows that a step has not, and rows that read all entries, see none.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_kvx.ops.retrieval.rows import NUM_FIELDS, RetrievalRows, pack
+from vllm_kvx.policy.layout import RetrievalLayout
+from vllm_kvx.policy.storage import IntArray
+
+
+def most_rows(config: VllmConfig) -> int:
+    """The most rows of a decode step that replays a graph; at least one for each request."""
+    most = config.scheduler_config.max_num_seqs
+    largest = config.compilation_config.max_cudagraph_capture_size or 0
+    return max(most, min(most * (1 + config.num_speculative_tokens), largest))
+
+
+class GraphStep(NamedTuple):
+    """A step whose graph is replayed.
+
+    requests: (N,) the request of each row, by batch index. lens: (S, N) entries that it sees, 0
+        where it does not retrieve. budgets: (N,) units to read.
+    filled: (n, 3) int32, groups that the step fills and its own rows may read; see
+        ``Writer.write``. None for none.
+    """
+
+    requests: IntArray
+    lens: IntArray
+    budgets: IntArray
+    filled: np.ndarray | None = None
+
+
+class GraphRows:
+    """Rows of graphs, and the groups of the index that a graph writes beside each layer.
+
+    max_rows: the most that a graph has.
+    """
+
+    def __init__(
+        self,
+        layout: RetrievalLayout,
+        num_stages: int,
+        config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        self.max_rows, self._unit, self._device = most_rows(config), layout.unit, device
+        # Each column begins at a multiple of 16 bytes, for which kernels are compiled.
+        room = -(-self.max_rows // 4) * 4
+        size = (num_stages, NUM_FIELDS, room)
+        self._fields = torch.zeros(*size, dtype=torch.int32, device=device)
+        self._offsets = torch.zeros(num_stages, room, dtype=torch.int64, device=device)
+        # Views of both, by the number of rows.
+        self._batches: dict[int, list[list[RetrievalRows]]] = {}
+        # Only rows of one request that follow one another may read what their step fills.
+        drafts = config.num_speculative_tokens
+        self._groups_a_request = num_stages * (1 + drafts // layout.group) if drafts else 0
+        most = config.scheduler_config.max_num_seqs * self._groups_a_request
+        self._groups = torch.full((most, 3), -1, dtype=torch.int32, device=device)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Device memory that graphs read."""
+        return [self._fields, self._offsets, self._groups]
+
+    def set(
+        self,
+        rows: GraphStep | None,
+        num_rows: int,
+        num_reqs: int,
+    ) -> None:
+        """Writes what a graph of so many rows and requests is about to read.
+
+        rows: None while it is captured: its rows do nothing.
+        """
+        num_stages = len(self._fields)
+        fields = np.zeros((num_stages, NUM_FIELDS, num_rows), dtype=np.int32)
+        offsets = np.zeros((num_stages, num_rows), dtype=np.int64)
+        groups = self.full_groups(num_reqs)
+        filled = np.full((0 if groups is None else len(groups), 3), -1, dtype=np.int32)
+        if rows is not None:
+            count = len(rows.requests)
+            index = np.arange(count)
+            for stage, sees in enumerate(rows.lens):
+                fields[stage, :, :count], offsets[stage, :count] = pack(
+                    index, rows.requests, sees, rows.budgets, self._unit
+                )
+            if rows.filled is not None:
+                assert len(rows.filled) <= len(filled), "a CUDA graph writes fewer groups"
+                filled[: len(rows.filled)] = rows.filled
+        self._fields[:, :, :num_rows].copy_(async_tensor_h2d(fields, device=self._device))
+        self._offsets[:, :num_rows].copy_(async_tensor_h2d(offsets, device=self._device))
+        if groups is not None:
+            groups.copy_(async_tensor_h2d(filled, device=self._device))
+
+    def batches(self, num_rows: int) -> Sequence[Sequence[RetrievalRows]]:
+        """By stage, the rows of a graph that has so many, in one batch."""
+        batches = self._batches.get(num_rows)
+        if batches is None:
+            batches = self._batches[num_rows] = [
+                [RetrievalRows.of_fields(f, o).first(num_rows)]
+                for f, o in zip(self._fields, self._offsets, strict=True)
+            ]
+        return batches
+
+    def full_groups(self, num_reqs: int) -> Tensor | None:
+        """What a graph of so many requests writes; None where no tokens are drafted."""
+        if not self._groups_a_request:
+            return None
+        return self._groups[: num_reqs * self._groups_a_request]
