@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from support.inside import capture_sets_of
+from support.replays import plan_again
 
 
 class _Manager(cudagraph_utils.ModelCudaGraphManager):
@@ -91,27 +92,12 @@ def _remember_builders(patch: pytest.MonkeyPatch, builders: dict[int, Any]) -> N
 
 
 def _plan_again(patch: pytest.MonkeyPatch, builders: dict[int, Any]) -> None:
-    from vllm import _custom_ops as ops
-
     stock = cudagraph_utils.set_forward_context
 
     def set_forward_context(attn_metadata: Any, *args: Any, **options: Any) -> Any:
         for each in {id(m): m for m in attn_metadata.values()}.values():
             builder, _ = builders[id(each)]
-            each.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
-                num_reqs=len(each.seq_lens),
-                num_heads=builder.num_heads,
-                num_kv_heads=builder.num_kv_heads,
-                head_dim=builder.head_dim,
-                seq_lens=each.seq_lens,
-                dtype=builder.dtype,
-                query_start_loc=each.query_start_loc,
-                causal=each.causal,
-                sliding_window_size=builder.window_size,
-                isa=builder.isa,
-                enable_kv_split=False,
-                kv_cache_dtype=builder.kv_cache_dtype,
-            )
+            plan_again(builder, each)
         return stock(attn_metadata, *args, **options)
 
     patch.setattr(cudagraph_utils, "set_forward_context", set_forward_context)

@@ -33,3 +33,26 @@ class Replays:
     def run_fullgraph(self, desc: Any) -> None:
         self.counts[desc.num_tokens] += 1
         self._graphs[desc](CUDAGraphMode.NONE)
+
+
+def plan_again(builder: Any, metadata: Any) -> None:
+    """vLLM's CPU attention plans a batch by the lengths that its buffers hold now.
+
+    builder: that made `metadata`, of the graph.
+    """
+    from vllm import _custom_ops as ops
+
+    metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(metadata.seq_lens),
+        num_heads=builder.num_heads,
+        num_kv_heads=builder.num_kv_heads,
+        head_dim=builder.head_dim,
+        seq_lens=metadata.seq_lens,
+        dtype=builder.dtype,
+        query_start_loc=metadata.query_start_loc,
+        causal=metadata.causal,
+        sliding_window_size=builder.window_size,
+        isa=builder.isa,
+        enable_kv_split=False,
+        kv_cache_dtype=builder.kv_cache_dtype,
+    )

@@ -161,27 +161,12 @@ def replaying_drafts(
 
 def _plan_in_graphs(patch: pytest.MonkeyPatch) -> None:
     """vLLM's CPU attention plans a batch again by lengths that changed in place."""
-    from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder as Builder
 
-    def plan(self: Any, metadata: Any) -> None:
-        metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(metadata.seq_lens),
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            seq_lens=metadata.seq_lens,
-            dtype=self.dtype,
-            query_start_loc=metadata.query_start_loc,
-            causal=metadata.causal,
-            sliding_window_size=self.window_size,
-            isa=self.isa,
-            enable_kv_split=False,
-            kv_cache_dtype=self.kv_cache_dtype,
-        )
+    from support.replays import plan_again
 
     patch.setattr(Builder, "supports_draft_decode_metadata_update", True)
-    patch.setattr(Builder, "update_draft_decode_metadata", plan)
+    patch.setattr(Builder, "update_draft_decode_metadata", plan_again)
 
 
 @contextmanager
