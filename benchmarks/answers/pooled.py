@@ -37,9 +37,12 @@ def pooled(contents: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float,
     """The scores of each policy that all files have, each beside `full`'s of the same prompt.
 
     Raises:
-        SystemExit: the files are not of one model asked in one way, or share a prompt.
+        SystemExit: the files are not of one model asked in one way, or share a prompt; or one has
+            no scores, as those written before 28 November 2026.
     """
     first = contents[0]
+    if not all("scores" in content for content in contents):
+        raise SystemExit("a file has no score of each answer")
     for content in contents[1:]:
         for name in SAME:
             if content.get(name) != first.get(name):

@@ -30,3 +30,5 @@ def test_each_prompt_is_paired_with_full_of_its_own_file() -> None:
         pooled([short, short])
     with pytest.raises(SystemExit, match="model is 'other'"):
         pooled([short, file(1024, "other", full="1")])
+    with pytest.raises(SystemExit, match="no score"):
+        pooled([short, {"model": "m"}])

@@ -81,10 +81,11 @@ def test_rows_where_pages_hold_a_sidecar(stock, monkeypatch, tmp_path) -> None:
         ({MODE: "lmcache_driven"}, None, "cuda", True),
         ({MODE: "engine_driven"}, None, "cuda", False),
         ({MODE: "Engine_Driven"}, "auto", "cuda", False),
-        ({MODE: None}, "ENGINE_DRIVEN", "cuda", False),
         ({}, "engine_driven", "cuda", False),
-        # What the configuration says goes before the variable.
+        ({}, "ENGINE_DRIVEN", "cuda", False),
+        # What the configuration says goes before the variable, null as well.
         ({MODE: "auto"}, "engine_driven", "cuda", True),
+        ({MODE: None}, "engine_driven", "cuda", True),
         # There it is what LMCache does anyway, and torch copies.
         ({MODE: "engine_driven"}, "engine_driven", "cpu", True),
     ],

@@ -175,9 +175,8 @@ def _engine_copies(c: "VllmConfig") -> bool:
     config = c.kv_transfer_config
     if config is None or c.device_config.device_type == "cpu":
         return False
-    mode = config.get_from_extra_config(_MODE, None)
-    if mode is None:
-        mode = os.environ.get(_MODE_VARIABLE, "")
+    # A key that is there goes before the variable, be it null, which is LMCache's default.
+    mode = config.get_from_extra_config(_MODE, os.environ.get(_MODE_VARIABLE, ""))
     return str(mode).lower() == "engine_driven"
 
 

@@ -28,7 +28,7 @@ def on_cpu() -> bool:
 
 
 def wake_if_dead(llm: Any) -> None:
-    """Has a call that waits for `llm`'s engine raise EngineDeadError once its process is gone.
+    """Has a call that waits for `llm`'s outputs raise EngineDeadError once its process is gone.
 
     vLLM's client notices that a process was killed, and fails later calls; one that waits for
     outputs then would wait for ever. An engine in this process needs nothing.
