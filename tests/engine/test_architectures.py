@@ -85,9 +85,10 @@ def test_parity(zoo: Callable[[str], Path], name: str) -> None:
 
 @pytest.mark.parametrize("name", by_day(names, {names.index("qwen3_moe")}))
 def test_preempted(zoo: Callable[[str], Path], name: str) -> None:
-    # In 70 steps retrieval meets near-ties that six have not: GPT-2's end at 74% of the tokens. Of
-    # models without ranges few answers retrieve, so that one near-tie counts for more.
-    least = 0.6 if name == "gpt2" or name in WITHOUT_RANGES else 0.8
+    # In 70 steps retrieval meets near-ties that six have not: GPT-2's end at 74% of the tokens, and
+    # Mixtral's at 71%. Of models without ranges few answers retrieve, so that one near-tie counts
+    # for more.
+    least = 0.6 if name in ("gpt2", "mixtral") or name in WITHOUT_RANGES else 0.8
     # Without stages that propagation makes, layers share one set of block tables.
     blocks = 34 if name in WITHOUT_RANGES else 60
     options = {"num_gpu_blocks_override": blocks, "max_model_len": 384, "max_num_seqs": 6}
