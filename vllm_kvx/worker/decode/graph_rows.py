@@ -47,11 +47,7 @@ class GraphRows:
     """
 
     def __init__(
-        self,
-        layout: RetrievalLayout,
-        num_stages: int,
-        config: VllmConfig,
-        device: torch.device,
+        self, layout: RetrievalLayout, num_stages: int, config: VllmConfig, device: torch.device
     ) -> None:
         self.max_rows, self._unit, self._device = most_rows(config), layout.unit, device
         # Each column begins at a multiple of 16 bytes, for which kernels are compiled.
@@ -72,12 +68,7 @@ class GraphRows:
         """Device memory that graphs read."""
         return [self._fields, self._offsets, self._groups]
 
-    def set(
-        self,
-        rows: GraphStep | None,
-        num_rows: int,
-        num_reqs: int,
-    ) -> None:
+    def set(self, rows: GraphStep | None, num_rows: int, num_reqs: int) -> None:
         """Writes what a graph of so many rows and requests is about to read.
 
         rows: None while it is captured: its rows do nothing.
