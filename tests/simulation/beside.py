@@ -224,7 +224,9 @@ class Beside:
     ) -> None:
         """The rows that retrieve: each sees all its entries through an index that is up to date."""
         assert self.sidecars is not None
-        if now.writes:
+        if now.full_groups is not None:
+            self.sidecars.write_groups(now.full_groups, hook.index)
+        elif now.writes:
             self.sidecars.write(hook.index)
         tables = now.block_tables[hook.group].numpy().astype(np.int64)
         for batch in now.rows_of(hook):

@@ -94,6 +94,8 @@ class Server:
         config.cache_config.kv_cache_layout = "LBHNC"  # vLLM's engine asks the backend.
         config.cache_config.mamba_cache_mode = others.mode if others.is_state else "none"
         config.cache_config.mamba_block_size = self.block_size
+        # vLLM describes no graphs on CPU; the worker here replays some.
+        config.compilation_config.max_cudagraph_capture_size = 64
         return config
 
 
