@@ -284,15 +284,12 @@ def beside(prompts: list[dict[str, Any]], reports: list[dict[str, Any]]) -> list
     reports: results of `vllm-kvx evaluate`. by: the press's mean score less the policy's, in
     points, with the interval of a paired bootstrap. differ: on how many prompts the two differ.
     """
+    from benchmarks.answers.pooled import scores_by_policy
     from vllm_kvx.tools.evaluate.intervals import of_difference
 
     rows = []
     for report in reports:
-        ours: dict[str, dict[tuple[str, int, int], float]] = defaultdict(dict)
-        for line in report["scores"]:
-            for index, score in enumerate(line["scores"].split()):
-                if score != "-":
-                    ours[line["policy"]][line["task"], line["length"], index] = float(score)
+        ours = scores_by_policy(report)
         for length, name in dict.fromkeys((p["length"], n) for p in prompts for n in p["scores"]):
             press, _, budget = name.partition(" ")
             for policy, scores in ours.items():

@@ -22,7 +22,7 @@ FULL = "full"
 Prompt = tuple[str, int, int]
 
 
-def scores(content: Mapping[str, Any]) -> dict[str, dict[Prompt, float]]:
+def scores_by_policy(content: Mapping[str, Any]) -> dict[str, dict[Prompt, float]]:
     """Of each policy of a file the score of every prompt that it answered."""
     found: dict[str, dict[Prompt, float]] = {}
     for line in content["scores"]:
@@ -47,7 +47,7 @@ def pooled(contents: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float,
         for name in SAME:
             if content.get(name) != first.get(name):
                 raise SystemExit(f"{name} is {content.get(name)!r}, not {first.get(name)!r}")
-    files = [scores(content) for content in contents]
+    files = [scores_by_policy(content) for content in contents]
     asked = [prompt for file in files for prompt in file[FULL]]
     if len(asked) != len(set(asked)):
         raise SystemExit("a prompt stands in two files")

@@ -18,29 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from support.inside import capture_sets_of
-from support.replays import plan_again
-
-
-class _Manager(cudagraph_utils.ModelCudaGraphManager):
-    """vLLM's, whose graphs are functions.
-
-    counts: replays, by number of tokens.
-    """
-
-    counts: Counter[int]
-
-    def _capture_on_cpu(self, create: Any, progress_bar_desc: str = "") -> None:
-        for description in self._capture_descs[CUDAGraphMode.FULL]:
-            create(description, warmup=True)(CUDAGraphMode.NONE)
-            forward = create(description, warmup=False)
-            forward(CUDAGraphMode.NONE)
-            self.graphs[description] = forward
-        self._graphs_captured = True
-
-    def _replay_on_cpu(self, description: Any) -> None:
-        self.counts[description.num_tokens] += 1
-        graph: Any = self.graphs[description]
-        graph(CUDAGraphMode.NONE)
+from support.replays import plan_again, replay_in_python
 
 
 @contextmanager
@@ -49,22 +27,17 @@ def graphs_on_cpu(engine: Any, sizes: Sequence[int]) -> Iterator[Counter[int]]:
     runner, builders = engine.runner, dict[int, Any]()
     compilation = runner.vllm_config.compilation_config
     with pytest.MonkeyPatch.context() as patch:
-        base = cudagraph_utils.CudaGraphManager
-        patch.setattr(base, "capture", _Manager._capture_on_cpu)
-        patch.setattr(base, "run_fullgraph", _Manager._replay_on_cpu)
-        platform = type(cudagraph_utils.current_platform)
-        patch.setattr(platform, "get_global_graph_pool", lambda *_: None, raising=False)
+        counts = replay_in_python(patch)
         _remember_builders(patch, builders)
         _plan_again(patch, builders)
         patch.setattr(compilation, "cudagraph_capture_sizes", list(sizes))
         patch.setattr(compilation, "max_cudagraph_capture_size", max(sizes))
-        manager = _Manager(
+        manager = cudagraph_utils.ModelCudaGraphManager(
             runner.vllm_config,
             runner.device,
             CUDAGraphMode.FULL_DECODE_ONLY,
             decode_query_len=runner.decode_query_len,
         )
-        manager.counts = Counter()
         capture_sets_of(engine, manager)
         patch.setattr(runner, "cudagraph_manager", manager)
         with torch.inference_mode():
@@ -77,7 +50,7 @@ def graphs_on_cpu(engine: Any, sizes: Sequence[int]) -> Iterator[Counter[int]]:
                 runner.attn_groups,
                 runner.kv_cache_config,
             )
-        yield manager.counts
+        yield counts
 
 
 def _remember_builders(patch: pytest.MonkeyPatch, builders: dict[int, Any]) -> None:

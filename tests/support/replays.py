@@ -4,35 +4,38 @@ It reads and writes the same buffers, padding included, as a graph does when it 
 """
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
+import pytest
 from vllm.config.compilation import CUDAGraphMode
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 
-class Replays:
-    """In the place of vLLM's ``CudaGraphManager``.
+def replay_in_python(patch: pytest.MonkeyPatch) -> Counter[int]:
+    """vLLM's managers of graphs keep what they capture as functions, and call these to replay.
 
-    counts: replays, by the graph's number of rows.
+    Returns how often, by the graph's number of tokens, as it grows.
     """
+    counts = Counter[int]()
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.counts: Counter[int] = Counter()
-        self.pool: Any = None
-        self._graphs: dict[Any, Callable[[CUDAGraphMode], None]] = {}
-        self._capture_descs: dict[CUDAGraphMode, list[Any]] = {}
-        self._max_full_descs_to_capture: int | None = None
-
-    def capture(self, create: Any, progress_bar_desc: str = "") -> None:
+    def capture(self: Any, create: Any, progress_bar_desc: str = "") -> None:
         most = self._max_full_descs_to_capture
         for each in self._capture_descs[CUDAGraphMode.FULL][:most]:
             create(each, warmup=True)(CUDAGraphMode.NONE)
-            self._graphs[each] = create(each, warmup=False)
-            self._graphs[each](CUDAGraphMode.NONE)
+            self.graphs[each] = create(each, warmup=False)
+            self.graphs[each](CUDAGraphMode.NONE)
+        self._graphs_captured = True
 
-    def run_fullgraph(self, desc: Any) -> None:
-        self.counts[desc.num_tokens] += 1
-        self._graphs[desc](CUDAGraphMode.NONE)
+    def run_fullgraph(self: Any, desc: Any) -> None:
+        counts[desc.num_tokens] += 1
+        self.graphs[desc](CUDAGraphMode.NONE)
+
+    patch.setattr(CudaGraphManager, "capture", capture)
+    patch.setattr(CudaGraphManager, "run_fullgraph", run_fullgraph)
+    for name in ("get_global_graph_pool", "graph_pool_handle"):
+        patch.setattr(type(current_platform), name, lambda *_: None, raising=False)
+    return counts
 
 
 def plan_again(builder: Any, metadata: Any) -> None:

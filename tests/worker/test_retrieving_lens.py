@@ -132,7 +132,7 @@ def test_rows_of_graphs_are_those_of_steps_in_python(seed: int) -> None:
     step = RetrievalStep.of(
         rules(size), COSTS, begins, counts, prompts, seen, np.zeros(size, dtype=bool)
     )
-    requests, lens = step.each_row()
+    requests, lens = step.each_row
     for stage in range(stages):
         rows = step.rows(stage, counts, begins, ends, prompts, (gaps[0, stage], gaps[1, stage]))
         expected = np.zeros(counts.sum(), dtype=np.int64)

@@ -10,7 +10,7 @@ from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.counted import CountedPolicies
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.reuse import layer_chooses
-from vllm_kvx.worker.decode.step import RetrievalPass
+from vllm_kvx.worker.decode.step import RetrievalPass, rows_of
 from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.step import Step
@@ -173,10 +173,9 @@ class PolicyStats:
         if drafts is not None and retrieval.chunks:
             chunks = np.array(retrieval.chunks)
             chunks = chunks[drafts[chunks] > 0]
-            counts = drafts[chunks] + 1
-            each = np.repeat(chunks, counts)
+            places, after = rows_of(drafts[chunks] + 1)
+            each = chunks[places]
             all_choose = np.repeat(all_choose[:, :1], len(each), axis=1)
-            after = np.repeat(np.cumsum(counts), counts) - np.arange(len(each)) - 1
             seen = step.stored_lens[:, each] - after
             seen *= step.ends[each] - after > requests.prompt_lens[step.requests][each]
             lens = np.where(seen >= retrieval.rules.floors[each], seen, 0)

@@ -134,28 +134,25 @@ def replay_waiting_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
 def replaying_drafts(
     engine: Any, sizes: Sequence[int], plans: bool = False
 ) -> Iterator[Counter[int]]:
-    """Inside, passes that draft replay "graphs" of these numbers of rows; see ``Replays``.
+    """Inside, passes that draft replay "graphs" of these numbers of rows; see ``replays``.
 
     Yields how often, by number of rows, as they grow.
 
     plans: attention is planned within them, as some backends of GPUs do.
     """
-    from support.replays import Replays
+    from support.replays import replay_in_python
     from vllm_kvx.worker import row_graphs
 
     runner = engine.runner
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_graphs, "CudaGraphManager", Replays)
+        counts = replay_in_python(patch)
         patch.setattr(row_graphs, "sizes_of", lambda *_: list(sizes))
         if plans:
             _plan_in_graphs(patch)
-        platform = type(row_graphs.current_platform)
-        patch.setattr(platform, "graph_pool_handle", lambda *_: None, raising=False)
         (graphs,) = row_graphs.graphs_of(runner, model_state(engine).settings)
         with torch.inference_mode():
             graphs.capture()
         patch.setattr(runner.cudagraph_manager, "kvx_row_graphs", [graphs], raising=False)
-        counts: Counter[int] = graphs.manager.counts
         yield counts
 
 

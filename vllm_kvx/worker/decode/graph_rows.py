@@ -5,7 +5,6 @@ drafted. Rows that a step has not, and rows that read all entries, see none.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvx.ops.retrieval.rows import NUM_FIELDS, RetrievalRows, pack
 from vllm_kvx.policy.layout import RetrievalLayout
-from vllm_kvx.policy.storage import IntArray
+from vllm_kvx.worker.decode.step import RetrievalStep
 
 
 def most_rows(config: VllmConfig) -> int:
@@ -23,21 +22,6 @@ def most_rows(config: VllmConfig) -> int:
     most = config.scheduler_config.max_num_seqs
     largest = config.compilation_config.max_cudagraph_capture_size or 0
     return max(most, min(most * (1 + config.num_speculative_tokens), largest))
-
-
-class GraphStep(NamedTuple):
-    """A step whose graph is replayed.
-
-    requests: (N,) the request of each row, by batch index. lens: (S, N) entries that it sees, 0
-        where it does not retrieve. budgets: (N,) units to read.
-    filled: (n, 3) int32, groups that the step fills and its own rows may read; see
-        ``Writer.write``. None for none.
-    """
-
-    requests: IntArray
-    lens: IntArray
-    budgets: IntArray
-    filled: np.ndarray | None = None
 
 
 class GraphRows:
@@ -68,26 +52,26 @@ class GraphRows:
         """Device memory that graphs read."""
         return [self._fields, self._offsets, self._groups]
 
-    def set(self, rows: GraphStep | None, num_rows: int, num_reqs: int) -> None:
+    def set(self, step: RetrievalStep | None, num_rows: int, num_reqs: int) -> None:
         """Writes what a graph of so many rows and requests is about to read.
 
-        rows: None while it is captured: its rows do nothing.
+        step: None while it is captured: its rows do nothing.
         """
         num_stages = len(self._fields)
         fields = np.zeros((num_stages, NUM_FIELDS, num_rows), dtype=np.int32)
         offsets = np.zeros((num_stages, num_rows), dtype=np.int64)
         groups = self.full_groups(num_reqs)
         filled = np.full((0 if groups is None else len(groups), 3), -1, dtype=np.int32)
-        if rows is not None:
-            count = len(rows.requests)
-            index = np.arange(count)
-            for stage, sees in enumerate(rows.lens):
-                fields[stage, :, :count], offsets[stage, :count] = pack(
-                    index, rows.requests, sees, rows.budgets, self._unit
+        if step is not None:
+            requests, lens = step.each_row
+            index, budgets = np.arange(len(requests)), step.budgets[requests]
+            for stage, sees in enumerate(lens):
+                fields[stage, :, : len(index)], offsets[stage, : len(index)] = pack(
+                    index, requests, sees, budgets, self._unit
                 )
-            if rows.filled is not None:
-                assert len(rows.filled) <= len(filled), "a CUDA graph writes fewer groups"
-                filled[: len(rows.filled)] = rows.filled
+            if step.filled is not None:
+                assert len(step.filled) <= len(filled), "a CUDA graph writes fewer groups"
+                filled[: len(step.filled)] = step.filled
         self._fields[:, :, :num_rows].copy_(async_tensor_h2d(fields, device=self._device))
         self._offsets[:, :num_rows].copy_(async_tensor_h2d(offsets, device=self._device))
         if groups is not None:

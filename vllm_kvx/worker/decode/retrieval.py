@@ -24,7 +24,7 @@ from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.reuse import layer_chooses, share_that_chooses
 from vllm_kvx.policy.storage import IntArray
 from vllm_kvx.worker.decode.announce import announce, known
-from vllm_kvx.worker.decode.graph_rows import GraphRows, GraphStep
+from vllm_kvx.worker.decode.graph_rows import GraphRows
 from vllm_kvx.worker.decode.mixed_step import AttentionGroups, BesideStock
 from vllm_kvx.worker.decode.recall import RecallSampler
 from vllm_kvx.worker.decode.room import capacity_of, entry_bytes, fits, score_bytes
@@ -178,7 +178,7 @@ class Retrieval:
             step = RetrievalStep.of(
                 rules, self.costs, begins, counts, prompt_lens, stored_lens, np.zeros_like(may)
             )
-            return bool(step.some.any()) and not self._replays(step.each_row()[1])
+            return bool(step.some.any()) and not self._replays(step.each_row[1])
         ends, replays = begins + counts, len(self.graph_modes) > 1
         if self._surely_fits(ends) and not self.sampler.is_due and replays:
             return False
@@ -262,13 +262,9 @@ class Retrieval:
             self.graph = next(each for each in modes if covers(each, wanted))
         if all(mode is Mode.DENSE for mode in self.graph):
             return None
-        rows = None
-        if step is not None:
-            requests, lens = step.each_row()
-            assert self.fits(lens), "rows of a CUDA graph do not fit"
-            rows = GraphStep(requests, lens, step.budgets[requests], step.filled)
+        assert step is None or self.fits(step.each_row[1]), "rows of a CUDA graph do not fit"
         (num_rows, num_reqs), graphs = size, self.graph_rows
-        graphs.set(rows, num_rows, num_reqs)
+        graphs.set(step, num_rows, num_reqs)
         batches, groups = graphs.batches(num_rows), graphs.full_groups(num_reqs)
         return RetrievalPass(self.graph, batches, block_tables, full_groups=groups)
 

@@ -133,8 +133,7 @@ class Sidecars:
         """
         self.timer.collect()
         self._left_behind = None
-        full_groups = self.groups_of_decodes(requests, stored, counts)
-        self._pending = None if full_groups is None else self._as_written(full_groups)
+        self._pending = self._as_written(self.groups_of_decodes(requests, stored, counts))
 
     def groups_of_decodes(
         self, requests: np.ndarray, stored: IntArray, counts: IntArray
@@ -152,8 +151,7 @@ class Sidecars:
             bounds of a number that the device knows. A group that is not full yet by that number is
             read by nobody, and written again once it is.
         """
-        full_groups = self.groups_of_drafts(requests, least, most)
-        self._pending = None if full_groups is None else self._as_written(full_groups)
+        self._pending = self._as_written(self.groups_of_drafts(requests, least, most))
 
     def groups_of_drafts(
         self, requests: np.ndarray, least: IntArray, most: IntArray
@@ -183,11 +181,12 @@ class Sidecars:
         self, requests: np.ndarray, first: IntArray, last: IntArray
     ) -> Tensor | np.ndarray | None:
         """``_full_groups``, where they are written."""
-        full_groups = _full_groups(requests, first, last)
-        return None if full_groups is None else self._as_written(full_groups)
+        return self._as_written(_full_groups(requests, first, last))
 
-    def _as_written(self, full_groups: np.ndarray) -> Tensor | np.ndarray:
-        return full_groups if self._in_torch else async_tensor_h2d(full_groups, device=self._device)
+    def _as_written(self, full_groups: np.ndarray | None) -> Tensor | np.ndarray | None:
+        if full_groups is None or self._in_torch:
+            return full_groups
+        return async_tensor_h2d(full_groups, device=self._device)
 
     def write_left_behind(self) -> None:
         """Writes the groups of blocks that requests are about to move out of."""

@@ -9,6 +9,7 @@ and stock attention runs over all rows, those that retrieve cut to one entry.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -222,21 +223,19 @@ class RetrievalStep:
             for some, whole in zip(self.some.tolist(), self.whole, strict=True)
         )
 
+    @cached_property
     def each_row(self) -> tuple[IntArray, IntArray]:
         """Of a step that runs all of its rows in every stage: whose each row is, and what it reads.
 
         Returns (N,) requests, by batch index, and (S, N) entries that each row sees, 0 where it
         does not retrieve.
         """
-        counts = self.counts
-        requests = np.repeat(np.arange(len(counts)), counts)
-        if len(requests) == len(counts):
+        requests, after = rows_of(self.counts)
+        if not after.any():
             return requests, self.lens
-        # Rows of the same request that follow.
-        after = np.repeat(np.cumsum(counts), counts) - np.arange(len(requests)) - 1
         lens = np.where(after == 0, self.lens[:, requests], 0)
         if self.chunks:
-            several = np.zeros(len(counts), dtype=bool)
+            several = np.zeros(len(self.counts), dtype=bool)
             several[self.chunks] = True
             past = several[requests] & (after < self.generated[requests])
             # Past their prompts each row sees one entry more than the one before.
@@ -271,6 +270,12 @@ class RetrievalStep:
             lens = np.append(lens, seen[retrieves])
             requests = np.append(requests, np.full(int(retrieves.sum()), i))
         return HostRows(tokens, requests, lens)
+
+
+def rows_of(counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Of (R,) requests with so many rows: (N,) whose each is, and how many of its own follow."""
+    requests = np.repeat(np.arange(len(counts)), counts)
+    return requests, np.repeat(np.cumsum(counts), counts) - np.arange(len(requests)) - 1
 
 
 def retrieving_lens(
