@@ -35,17 +35,20 @@ class Stream:
     answer: "Future[list[int] | None]" = field(init=False)
 
 
-def end_by_sigterm(url: str, log: Path) -> dict[str, int]:
+def end_by_sigterm(url: str, log: Path, last: str = "speed-4") -> dict[str, int]:
     """As in an update: what streams is answered to its end, nothing new is, and the server goes.
 
     The server at `url`, whose log is given, serves `client.MODEL` under `speed-4`, with `FLAGS`.
+
+    Args:
+        last: the third request's policy; one that retrieves slows the others' steps.
 
     Returns:
         What happened, for the soak's figures.
     """
     rng = random.Random(SEED)
     turns = [short_turn(rng) for _ in range(3)]
-    for turn, policy in zip(turns, ("speed-4", "full", "speed-4"), strict=True):
+    for turn, policy in zip(turns, ("speed-4", "full", last), strict=True):
         turn.policy, turn.abort_after, turn.adds = policy, None, turn.prompt
 
     def is_answered(http: httpx.Client) -> bool:

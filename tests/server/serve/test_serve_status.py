@@ -16,6 +16,7 @@ from support.served import (
     LAYERS,
     LENGTH,
     MODEL,
+    SLOW,
     Server,
     on_cpu,
 )
@@ -262,4 +263,4 @@ def test_odd_policies_leave_the_servers_own_alone(server: Server) -> None:
 def test_sigterm_lets_answers_end(server: Server, log: Path) -> None:
     """It stands after all that needs the server."""
     server.was_asked_to_end = True
-    drain.end_by_sigterm(server.url, log)
+    drain.end_by_sigterm(server.url, log, f"{SLOW}:dense_below=0")
