@@ -120,7 +120,7 @@ def _flag_help() -> str:
         f"KV policy of the server: full (stock vLLM), {methods}; parameters follow a colon "
         "and policies compose with '+', for example fastkv:tsp_layer=15,kv_rate=0.1 or "
         "speed-24+fier-2048. auto (or auto:keep=0.97) is the policy that `vllm-kvx recommend` "
-        "measured to gain most of those that keep this model's answers, else fier-2048. The "
+        "measured to gain most of those that keep this model's answers, else fier-4096. The "
         'same as --additional-config \'{"kv_policy": "..."}\'. A request may choose another policy '
         'that fits the server\'s layout: vllm_xargs={"kv_policy": "full"}.'
     )

@@ -19,13 +19,13 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvx.config.flags import merge_flags
 from vllm_kvx.config.settings import AUTO_KEY, KVSettings
-from vllm_kvx.policy.auto import AUTO, Auto, parse_auto
+from vllm_kvx.policy.auto import AUTO, FALLBACK, Auto, parse_auto
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records import recommendation as records
 from vllm_kvx.records.model_key import ModelIdentity, model_name
 from vllm_kvx.records.recommendation import Recommendation, Row
-from vllm_kvx.server.auto_policy import FALLBACK, as_judged, choose
+from vllm_kvx.server.auto_policy import as_judged, choose
 from vllm_kvx.server.evaluation_notice import EvaluationNotice
 from vllm_kvx.server.request_check import check_request
 from vllm_kvx.server.validate import identity_of
@@ -142,7 +142,7 @@ def test_what_a_server_cannot_run_is_passed_over() -> None:
     assert "cannot run what was shown to keep 97.0%: speed-6 (no room); snapkv" in found.says
     found = choose(Auto(), MODEL, lambda name: "full alone")
     assert (found.policy, found.source) == ("full", "not measured")
-    assert "cannot run fier-2048 (full alone)" in found.says
+    assert f"cannot run {FALLBACK} (full alone)" in found.says
 
 
 def test_without_a_record_the_command_that_makes_one_is_named() -> None:
@@ -290,7 +290,7 @@ def test_a_request_may_not_name_it() -> None:
     settings = KVSettings.of({"kv_policy": FALLBACK}, 8)
     for name in ("auto", "auto:keep=0.9"):
         asked = SamplingParams(extra_args={"kv_policy": name})
-        with pytest.raises(PolicyError, match="this server's policy is fier-2048: leave"):
+        with pytest.raises(PolicyError, match=f"this server's policy is {FALLBACK}: leave"):
             check_request(settings, asked, lambda reason: None)
 
 

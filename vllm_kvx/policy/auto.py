@@ -13,6 +13,9 @@ from vllm_kvx.policy.parameters import PolicyError, Value, read_value
 
 AUTO = "auto"
 DEFAULT_KEEP = 0.97
+# What is served where nothing was measured: it drops nothing, and of lists of many values, which
+# smaller budgets cut short, it lost nothing that can be told (docs/results/quality.md).
+FALLBACK = "fier-4096"
 _KEEP = "keep"
 # What `parse_auto` takes, as a regular expression of JSON schemas.
 PATTERN = r"^auto(:keep=(1(\.0+)?|0\.0*[1-9][0-9]*))?$"

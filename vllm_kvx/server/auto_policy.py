@@ -11,16 +11,13 @@ from typing import Any
 
 from vllm_kvx.config.settings import AUTO_KEY, LAYOUT_KEY
 from vllm_kvx.config.spelling import POLICY_KEY
-from vllm_kvx.policy.auto import AUTO, DEFAULT_KEEP, Auto, is_auto, parse_auto
+from vllm_kvx.policy.auto import AUTO, DEFAULT_KEEP, FALLBACK, Auto, is_auto, parse_auto
 from vllm_kvx.policy.cache_dtype import FULL, dtype_name
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records.model_key import ModelIdentity, model_name
 from vllm_kvx.records.recommendation import Recommendation, Row, load
 
-# What is served where nothing was measured: it drops nothing, and loses no answers but long lists
-# (docs/results/quality.md).
-FALLBACK = "fier-2048"
 MEASURED, NOT_MEASURED = "measured", "not measured"
 
 # Why a policy cannot run in a server's configuration; None if it can.

@@ -182,7 +182,7 @@ def test_auto_is_what_a_server_would_choose(doctor) -> None:
     with_model("model")
     chosen, *_ = with_model("policy")
     assert chosen.status == "note"
-    assert "auto:keep=0.9: serving fier-2048: nothing was measured of this model" in chosen.says
+    assert "auto:keep=0.9: serving fier-4096: nothing was measured of this model" in chosen.says
     assert chosen.mend == f"vllm-kvx recommend {LOOKUP} --keep 0.9"
     (problem,) = doctor("auto", model=None).problems("model", "policy")
     assert problem.says.startswith("auto is chosen by what was measured of a model: no MODEL")
@@ -192,9 +192,9 @@ def test_auto_is_chosen_by_the_servers_flags(doctor) -> None:
     asked = doctor("auto", serve_args=(*ON_CPU, "--max-model-len", "1024"))
     asked("torch", "vllm", "gpu", "model")
     (fine,) = asked("flags")
-    assert fine.status == "ok" and "--kv-policy fier-2048 runs with them" in fine.says
+    assert fine.status == "ok" and "--kv-policy fier-4096 runs with them" in fine.says
     chosen, *_ = asked("policy")
-    assert "serving fier-2048" in chosen.says
+    assert "serving fier-4096" in chosen.says
     assert not [each for each in asked("measured") if each.status == "problem"]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_kvx.policy.auto import FALLBACK
 from vllm_kvx.policy.spec import is_bare, parse_policy, servable
 from vllm_kvx.tools.recommend.gains import Workload
 from vllm_kvx.tools.recommend.ladder import LeftOut
@@ -80,7 +81,7 @@ def advice(rounds: Rounds, model: str, keep: float, saved: bool) -> str:
         more = "more time or --samples decide more, " if undecided else ""
         return (
             f"No policy was shown to keep {keep:.1%} of the answers: {more}a lower --keep asks for "
-            f"less. --kv-policy auto serves fier-2048 then, and says that nothing was shown."
+            f"less. --kv-policy auto serves {FALLBACK} then, and says that nothing was shown."
         )
     named = f"vllm serve {model} --kv-policy {typed_as(best.name)}"
     auto = f", or --kv-policy auto:keep={keep:g}, which finds this record" if saved else ""
