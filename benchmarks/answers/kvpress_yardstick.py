@@ -259,6 +259,9 @@ def merge(args: argparse.Namespace) -> None:
             sys.exit(f"{path} was made with other settings than the files before it")
         one["prompts"] += shard["prompts"]
     for name, one in models.items():
+        # A run that went on with another number of processes asked some prompts twice.
+        asked = {(p["length"], p["task"], p["index"]): p for p in reversed(one["prompts"])}
+        one["prompts"] = list(reversed(asked.values()))
         one["cells"] = summary(one["prompts"])
         for prompt in one["prompts"]:
             del prompt["answers"], prompt["kept"], prompt["seconds"]

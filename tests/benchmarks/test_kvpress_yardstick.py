@@ -96,7 +96,8 @@ def test_merged_shards_have_every_prompt_once(tmp_path: Any) -> None:
                 "scores": {"full": 1.0, "snapkv 0.1": float(index % 2)},
                 "answers": {},
             }
-            for index in range(shard, 8, 2)
+            # Of two processes; a third one asked the first's last prompt again.
+            for index in (*range(shard, 8, 2), *([6] if shard else []))
         ]
         paths.append(tmp_path / f"{shard}.json")
         paths[-1].write_text(json.dumps({"settings": settings, "prompts": prompts}))
