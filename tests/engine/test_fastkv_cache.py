@@ -66,7 +66,7 @@ def test_blocks_follow_the_formula(tiny: Callable[..., Path]) -> None:
         (FULL, 96, 5),
     ]
     with running(
-        tiny(), "fastkv:kv_floor=0,tsp_layer=3", config={"kv_layout": ["streamingllm"]}
+        tiny(), "fastkv:kv_floor=0,tsp_layer=3", config={"kv_layout": ["streamingllm:recent=1020"]}
     ) as engine:
         usable = engine.pool.num_gpu_blocks - 1
         for keep, length, max_tokens in cases:
@@ -112,7 +112,7 @@ def test_preempted_in_decode_equals_uninterrupted(tiny: Callable[..., Path]) -> 
     with running(
         model,
         "fastkv:kv_floor=0,tsp_layer=3",
-        config={"kv_layout": ["streamingllm"]},
+        config={"kv_layout": ["streamingllm:recent=1020"]},
         num_gpu_blocks_override=27,
         max_model_len=384,
         max_num_seqs=4,
@@ -288,7 +288,7 @@ def test_one_token_and_two_samples(tiny: Callable[..., Path]) -> None:
     prompts = prompts_of((200, 9, 97, 150))
     keeps = [FAST, FAST, SNAP, STREAM]
     with running(
-        model, "fastkv:kv_floor=0,tsp_layer=3", config={"kv_layout": ["streamingllm"]}
+        model, "fastkv:kv_floor=0,tsp_layer=3", config={"kv_layout": ["streamingllm:recent=1020"]}
     ) as engine:
         ones = engine.generate(prompts, max_tokens=1, policies=[named(k) for k in keeps])
         engine.assert_idle()
@@ -356,7 +356,7 @@ def test_asynchronous_scheduling(
     with running(
         model,
         "fastkv:kv_floor=0,tsp_layer=3",
-        config={"kv_layout": ["streamingllm"], "kv_stash_tokens": 384},
+        config={"kv_layout": ["streamingllm:recent=1020"], "kv_stash_tokens": 384},
         async_scheduling=is_async,
         num_gpu_blocks_override=27,
         max_model_len=384,

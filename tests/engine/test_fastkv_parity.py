@@ -294,7 +294,7 @@ def test_streamingllm_edges(tiny: Callable[..., Path]) -> None:
     ]
     keeps = [Keep(sinks=sinks, recent=recent) for sinks, recent, _ in cases]
     prompts = prompts_of([length for *_, length in cases])
-    with running(model, "streamingllm", max_num_seqs=16) as engine:
+    with running(model, "streamingllm:recent=1020", max_num_seqs=16) as engine:
         answers = ask(engine, prompts, keeps, max_tokens=3)
         full = engine.generate(prompts[-1:], policies=["full"])
         default = engine.generate(prompts[-1:])  # 4 + 1020: nothing goes.

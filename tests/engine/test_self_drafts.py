@@ -190,7 +190,9 @@ def test_sampled_tokens_are_the_models(engine: Engine, model: Path) -> None:
     assert_logprobs(model, samples, FULL)
 
 
-@pytest.mark.parametrize("policy", ["snapkv:kv_rate=0.1", "speed-4", "streamingllm+fier-64"])
+@pytest.mark.parametrize(
+    "policy", ["snapkv:kv_rate=0.1", "speed-4", "streamingllm:recent=1020+fier-64"]
+)
 def test_requests_that_leave_entries_out_are_refused(engine: Engine, policy: str) -> None:
     with pytest.raises(VLLMValidationError, match="leaves some out: use full, fier or quest"):
         engine.generate(prompts_of((40,)), 2, policies=[policy])

@@ -104,7 +104,7 @@ def test_checkpoint_answers(kv_cache_dtype: str) -> None:
         dtype="bfloat16",
         kv_cache_dtype=kv_cache_dtype,
         max_num_seqs=64,
-        config={"kv_layout": ["streamingllm"]},
+        config={"kv_layout": ["streamingllm:recent=1020"]},
         **(COMPILED | {"max_num_batched_tokens": 2048}),
     ) as engine:
         for name in (None, "snapkv:kv_floor=0", "full", "streamingllm:sinks=4,recent=98"):

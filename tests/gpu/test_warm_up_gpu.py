@@ -23,7 +23,7 @@ SERVERS = {
         "criticalkv:kv_floor=0",
         "pyramidkv:kv_floor=0",
         "knorm:kv_floor=0",
-        "streamingllm",
+        "streamingllm:recent=1020",
         "criticalkv:kv_floor=0,lookahead=5",
     ],
     "fastkv:kv_floor=0,tsp_layer=3": [

@@ -300,6 +300,7 @@ def test_what_is_drafted_fits_into_the_context() -> None:
         ("fastkv", "fastkv:kv_rate=0.1"),
         ("structkv+fier-64", "structkv:struct_rate=0.2,kv_rate=0.1+fier-64"),
         ("knorm", "knorm:kv_rate=0.1"),
+        ("streamingllm+fier-64", "streamingllm:recent=1020+fier-64"),
     ],
 )
 def test_a_bare_name_is_not_served(name: str, served: str) -> None:
@@ -318,7 +319,14 @@ def test_a_bare_name_is_not_served(name: str, served: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["full", "speed-24", "fier-2048", "streamingllm", "snapkv:kv_floor=0", "structkv:pivot=3"],
+    [
+        "full",
+        "speed-24",
+        "fier-2048",
+        "streamingllm:sinks=8",
+        "snapkv:kv_floor=0",
+        "structkv:pivot=3",
+    ],
 )
 def test_what_is_served_as_it_is_written(name: str) -> None:
     check_served(name)

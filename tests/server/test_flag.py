@@ -123,7 +123,7 @@ def test_further_policies_are_said_once(parser, llama: str) -> None:
         (["snapkv:window=4,kernel=3", "x"], "unknown policy 'x'"),
         (['["speed-2", "fier-64"]'], "with blanks between them, and no brackets"),
         (["speed-2", "sped-3"], "did you mean speed-K"),
-        (["fastkv:kv_rate=1+streamingllm"], "chosen by data"),
+        (["fastkv:kv_rate=1+streamingllm:recent=1020"], "chosen by data"),
         ([], "expected at least one argument"),
     ],
 )
@@ -185,7 +185,7 @@ def test_without_the_flag_nothing_is_set(parser, llama: str) -> None:
     [
         *("sped-4", "speed-0", "speed-4.5", "speed", ""),
         *("fier-31", "fier-64:group=128", "quest-64:page=12", "fier-64:reduction=mean"),
-        "fastkv:kv_rate=1+streamingllm",
+        "fastkv:kv_rate=1+streamingllm:recent=1020",
     ],
 )
 def test_a_bad_name_is_a_usage_error(parser, capsys, name: str) -> None:
@@ -295,7 +295,10 @@ def test_a_misspelled_key_of_a_flag_is_an_error(parser, llama: str, flags: list[
         ({"kv_policy": 4}, "^kv_policy: .*string"),
         ({"kv_policy": ["speed-4"]}, "^kv_policy: .*string"),
         ({"kv_policy": "speed-8"}, "^kv_policy: .*8 layers"),
-        ({"kv_policy": "fastkv:kv_rate=1+streamingllm"}, "^kv_policy: .*chosen by data"),
+        (
+            {"kv_policy": "fastkv:kv_rate=1+streamingllm:recent=1020"},
+            "^kv_policy: .*chosen by data",
+        ),
         ({"kv_policy": "fier-64:group=96"}, "^kv_policy: .*group must be one of 32, 64, 128"),
         ({"kv_policy": "quest-9000"}, "^kv_policy: .*from 32 to 8192, got 9000"),
         (

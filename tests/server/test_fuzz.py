@@ -102,7 +102,7 @@ good = st.sampled_from(
             "structkv:kv_floor=0",
             "structkv:pivot=online,kv_floor=0",
             "gemfilter",
-            "streamingllm",
+            "streamingllm:recent=1020",
             "knorm:kv_floor=0",
         ),
     ]

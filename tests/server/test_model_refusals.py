@@ -82,7 +82,9 @@ def test_flashinfer_plans_one_pass_a_step(make_config, policy: str, room: list[s
         make_config(policy, attention_backend=works, **settings)
 
 
-@pytest.mark.parametrize("policy", ["snapkv:kv_rate=0.1", "streamingllm", "speed-4", "swiftkv-4"])
+@pytest.mark.parametrize(
+    "policy", ["snapkv:kv_rate=0.1", "streamingllm:recent=1020", "speed-4", "swiftkv-4"]
+)
 def test_flashinfer_where_a_step_is_one_pass(make_config, policy: str) -> None:
     make_config(policy, dtype="float32", attention_backend="FLASHINFER")
 

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.skipif(
     [
         ("snapkv:kv_rate=0.1", []),
         ("full", ["pyramidkv:kv_rate=0.1", "criticalkv:kv_rate=0.1", "fier-64"]),
-        ("quest-64+streamingllm", []),
+        ("quest-64+streamingllm:recent=1020", []),
         # Of 8 layers the second rank has those from 4 on.
-        ("speed-4", ["selfonly-4", "fier-64", "speed-4+streamingllm"]),
+        ("speed-4", ["selfonly-4", "fier-64", "speed-4+streamingllm:recent=1020"]),
     ],
 )
 def test_what_runs(make_config, policy: str, room: list[str]) -> None:

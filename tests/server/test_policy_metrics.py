@@ -200,11 +200,15 @@ def test_what_is_the_servers_says_so() -> None:
         ({"extra_args": {"kv_policy": "sped-4"}}, Reason.MALFORMED),
         ({"extra_args": {"kv_policy": "speed-4:tail=0"}}, Reason.MALFORMED),
         (
-            {"extra_args": {"kv_policy": "fastkv:kv_floor=0,tsp_layer=3+streamingllm"}},
+            {"extra_args": {"kv_policy": "fastkv:kv_floor=0,tsp_layer=3+streamingllm:recent=1020"}},
             Reason.MALFORMED,
         ),
         (
-            {"extra_args": {"kv_policy": "fastkv:tsp_layer=3,kv_rate=1,kv_floor=0+streamingllm"}},
+            {
+                "extra_args": {
+                    "kv_policy": "fastkv:tsp_layer=3,kv_rate=1,kv_floor=0+streamingllm:recent=1020"
+                }
+            },
             Reason.NOT_SERVED,
         ),
         ({"extra_args": {"kv_policy": "speed-8"}}, Reason.NOT_FOR_MODEL),

@@ -77,7 +77,10 @@ def test_what_does_not_fit_is_refused(name: Any, names: str) -> None:
 @pytest.mark.parametrize(
     ("name", "names"),
     [
-        ("structkv:pivot=3,kv_rate=1+streamingllm", "chosen by data: compose it with speed-K"),
+        (
+            "structkv:pivot=3,kv_rate=1+streamingllm:recent=1020",
+            "chosen by data: compose it with speed-K",
+        ),
         (
             "fastkv:tsp_layer=3,kv_rate=1+structkv:pivot=3,struct_rate=1",
             "score keys differently",

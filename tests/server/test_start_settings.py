@@ -95,7 +95,7 @@ def test_nothing_is_measured_for_a_server_that_cannot_run(make_config, monkeypat
     ("policy", "unequal", "reads_weights"),
     [
         ("snapkv:kv_rate=0.1", False, False),
-        ("streamingllm", False, False),
+        ("streamingllm:recent=1020", False, False),
         ("knorm:kv_rate=0.1", False, False),
         ("fier-64", False, False),
         ("snapkv:kv_rate=0.1+quest-64", False, False),

@@ -39,7 +39,7 @@ TEXT_ALONE: list[tuple[str, dict[str, Any], str]] = [
 SERVES_IMAGES: list[tuple[str | None, dict[str, Any]]] = [
     (f"{KEEP},after=8", {}),
     ("fier-64", {"additional_config": {"kv_layout": [f"{name}:kv_rate=0.2" for name in SEVERAL]}}),
-    ("streamingllm", {"tensor_parallel_size": 2}),
+    ("streamingllm:recent=1020", {"tensor_parallel_size": 2}),
     ("quest-64", {}),
     # Stock vLLM's own business.
     ("full", {"enable_lora": True}),

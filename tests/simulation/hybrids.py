@@ -18,7 +18,7 @@ _ONE_STAGE = (
     "full",
     "full",
 )
-_LAYOUT = ("streamingllm", "knorm:kv_floor=0", "criticalkv:kv_floor=0,window=3", "full")
+_LAYOUT = ("streamingllm:recent=1020", "knorm:kv_floor=0", "criticalkv:kv_floor=0,window=3", "full")
 _FAST = "fastkv:window=3,kernel=3,kv_floor=0"
 _STRUCT = "structkv:kv_floor=0,window=3"
 _GEM = "gemfilter:kv_floor=0,window=3,kernel=3"

@@ -85,7 +85,7 @@ SERVERS: dict[str, Server] = {
     ),
     "shared": Server(
         "snapkv:window=3,kv_rate=0.5,kv_floor=0",
-        ("streamingllm",),
+        ("streamingllm:recent=1020",),
         (
             "snapkv:window=3,kv_rate=0.5,kv_floor=0",
             "snapkv:window=3,kv_rate=0.9,kv_floor=0",

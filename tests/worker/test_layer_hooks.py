@@ -72,7 +72,7 @@ def bind(policies: Sequence[str], attention: Any, block_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", ["snapkv:kv_floor=0", "knorm:kv_floor=0", "streamingllm", "fier-64"]
+    "policy", ["snapkv:kv_floor=0", "knorm:kv_floor=0", "streamingllm:recent=1020", "fier-64"]
 )
 def test_kernels_that_split_blocks_are_refused(policy: str) -> None:
     split = backend("TRITON_ATTN", [16, 32, 64])

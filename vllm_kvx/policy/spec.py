@@ -113,7 +113,7 @@ def _with_rates(part: Method) -> str:
     name = str(part)
     if name != part.name or not part.served_as:
         return name
-    rates = {key: value for key, value in part.parameters().items() if key.endswith("_rate")}
+    rates = {k: v for k, v in part.parameters().items() if k.endswith("_rate") or k == "recent"}
     return f"{name}:{','.join(f'{key}={write_value(value)}' for key, value in rates.items())}"
 
 

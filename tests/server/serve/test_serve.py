@@ -238,7 +238,10 @@ MALFORMED = {
         "speed-5",
         "does not fit this server.*--kv-policy speed-5.*add speed-5 to its --kv-layout",
     ),
-    "no method together": ("fastkv:kv_rate=1+streamingllm", "compose it with speed-K, or retain"),
+    "no method together": (
+        "fastkv:kv_rate=1+streamingllm:recent=1020",
+        "compose it with speed-K, or retain",
+    ),
     "no retention": (
         "snapkv:kv_rate=0.1+fier-64",
         "needs retention and a window of 8 tokens: start",

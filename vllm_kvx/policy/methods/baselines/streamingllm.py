@@ -30,6 +30,7 @@ class StreamingLLM(Retain):
     name: ClassVar[str] = "streamingllm"
     summary: ClassVar[str] = "the prompt's first and last entries stay"
     paper: ClassVar[str] = "arXiv 2309.17453"
+    served_as: ClassVar[str] = "streamingllm:kv_rate=0.5"
     saves: ClassVar[tuple[str, ...]] = (KV_MEMORY, DECODE_READS)
 
     sinks: int = integer(4)
