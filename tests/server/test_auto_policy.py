@@ -87,7 +87,7 @@ def test_it_is_written_with_a_share_or_without() -> None:
         ("auto:keep=1.2", "above 0 and at most 1, such as 0.97; got 1.2"),
         ("auto:keep=0", "above 0 and at most 1"),
         ("auto:keep=most", "above 0 and at most 1"),
-        ("auto:keep", "above 0 and at most 1"),
+        ("auto:keep", "above 0 and at most 1, such as 0.97; got nothing"),
         ("auto:keep=0.9,input=3", "above 0 and at most 1"),
         ("auto:", "write auto or auto:keep=0.97"),
         ("auto:share=0.9", "auto has the parameter keep alone"),
@@ -100,6 +100,13 @@ def test_what_is_no_share(text: str, says: str, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         parser.parse_args(["--kv-policy", text])
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_auto_is_lower_case(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--kv-policy", "Auto:keep=0.9"])
+    assert "lower case; write 'auto:keep=0.9'" in " ".join(capsys.readouterr().err.split())
 
 
 def test_flags_and_configuration_may_both_say_it() -> None:

@@ -8,7 +8,10 @@ from typing import Any
 
 def positive(text: str) -> int:
     """The argparse type of counts."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return value

@@ -69,7 +69,7 @@ def check_keep(value: Value, what: str = _KEEP) -> float:
     if not is_number or not 0 < value <= 1:  # type: ignore[operator]
         raise PolicyError(
             f"{what} is a share of full's right answers, above 0 and at most 1, such as "
-            f"{DEFAULT_KEEP}; got {value}"
+            f"{DEFAULT_KEEP}; got {'nothing' if value == '' else value}"
         )
     return float(value)
 

@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 
-from vllm_kvx.policy.auto import refuse_auto
+from vllm_kvx.policy.auto import is_auto, refuse_auto
 from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError, Value, allows, read_value, write_value
@@ -39,7 +39,9 @@ def parse_policy(text: str) -> KVPolicy:
         hint = f"; {composes}" if (composes := _composes(text)) else ""
         raise PolicyError(f"{text!r}: policy names have no whitespace{hint}")
     if (lower := text.lower()) != text:
-        parse_policy(lower) if lower == lower.lower() else None  # What else is wrong comes first.
+        # What else is wrong comes first; `auto` is a server's to take.
+        if lower == lower.lower() and not is_auto(lower):
+            parse_policy(lower)
         raise PolicyError(f"{text!r}: policy names are lower case; write {lower!r}")
     if text == "full":
         return KVPolicy()

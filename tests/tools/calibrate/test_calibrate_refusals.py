@@ -124,6 +124,10 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (without_weights, "cannot load the weights"),
     "cut weights": (cut_weights, "cannot load the weights"),
     "missing layers": (more_layers_than_weights, "of its weights: model.layers.6."),
+    "a short context": (
+        lambda m: edit_config(m, max_position_embeddings=45),
+        "prompt 2 has 50 tokens, and the model's context 45: leave it out, or cut it by",
+    ),
     "sliding": (
         lambda m: edit_config(
             m, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=45
@@ -203,3 +207,16 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stopped:
             main(argv)
         assert stopped.value.code == 2 and "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--confirm=some", "--confirm: must be an integer, got 'some'"),
+        ("--least=most", "--least: must be above 0 and at most 1, got most"),
+    ],
+)
+def test_what_is_no_number(option: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["calibrate", "m", option])
+    assert f"error: argument {says}" in capsys.readouterr().err

@@ -41,6 +41,7 @@ def load_prompts(
         prompts = tokenize(read_prompts(Path(source)), model, revision)
         check_token_ids(prompts, config.vocab_size)
         prompts = [shorten(prompt, longest) for prompt in prompts]
+        check_context(prompts, config)
     check_lengths(prompts, window, sliding_window(config))
     return prompts
 
@@ -140,6 +141,17 @@ def tokenize(
         # For some models transformers makes up an empty tokenizer.
         raise missing
     return ids
+
+
+def check_context(prompts: Sequence[Sequence[int]], config: PretrainedConfig) -> None:
+    """Raise ToolError unless every prompt fits into the model's context."""
+    context = getattr(config, "max_position_embeddings", None)
+    for i, prompt in enumerate(prompts, start=1):
+        if context is not None and len(prompt) > context:
+            raise ToolError(
+                f"prompt {i} has {len(prompt)} tokens, and the model's context {context}: leave it "
+                f"out, or cut it by --max-prompt-tokens {context}"
+            )
 
 
 def shorten(prompt: list[int], longest: int | None) -> list[int]:
