@@ -2,6 +2,7 @@
 
 import os
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,13 @@ BESIDE_CONNECTORS: tuple[Refusal, ...] = (
         lambda c: asked_connector(c) and is_mixed(c.model_config),
         "KV connectors are not supported yet where only some layers of a model have full "
         "attention: drop --kv-transfer-config and --kv-offloading-size",
+        CONNECTOR,
+    ),
+    Refusal(
+        # vLLM would end once the weights are loaded.
+        lambda c: asked_connector(c) == NIXL and find_spec("nixl") is None,
+        f"{NIXL} needs NIXL, which is not installed: pip install nixl, or drop "
+        "--kv-transfer-config",
         CONNECTOR,
     ),
     Refusal(
