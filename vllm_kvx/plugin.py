@@ -229,10 +229,12 @@ def _with_policy(original: _Function) -> _Function:
             with _idle_on_untested():
                 _look_at_requests()
             return vllm_config
+        from vllm_kvx.server.missing_connector import connector_needed
         from vllm_kvx.server.outputs import name_policies
         from vllm_kvx.server.validate import prepare_engine_config
 
-        vllm_config = with_text_alone(lambda: original(self, *args, **kwargs), self)
+        with connector_needed(self, in_python):
+            vllm_config = with_text_alone(lambda: original(self, *args, **kwargs), self)
         _look_at_requests()
         if _usage(*args, **kwargs) == "OPENAI_BATCH_RUNNER":
             # Behind no HTTP server, and each line of the file is answered in a task of its own.

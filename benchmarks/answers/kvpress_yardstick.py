@@ -40,6 +40,7 @@ from benchmarks.answers.kvpress_presses import (
     presses,
 )
 from benchmarks.common.about import about, command_line
+from benchmarks.common.files import read_json
 
 MODULE = "benchmarks.answers.kvpress_yardstick"
 BUDGETS = (0.05, 0.1, 0.2, 0.4)
@@ -251,7 +252,7 @@ def run(args: argparse.Namespace) -> None:
 def merge(args: argparse.Namespace) -> None:
     """One file of all shards: each model's table, and each prompt's scores."""
     models: dict[str, Any] = {}
-    shards = [json.loads(path.read_text()) for path in args.files]
+    shards = [read_json(path, f"{MODULE} run", "settings", "prompts") for path in args.files]
     for path, shard in zip(args.files, shards, strict=True):
         settings = shard["settings"]
         one = models.setdefault(settings["model"], {"settings": settings, "prompts": []})
@@ -267,7 +268,9 @@ def merge(args: argparse.Namespace) -> None:
             del prompt["answers"], prompt["kept"], prompt["seconds"]
         print(f"{name}\n{table(one['cells'])}")
         if args.beside:
-            reports = [json.loads(path.read_text()) for path in args.beside]
+            reports = [
+                read_json(path, "vllm-kvx evaluate", "model", "scores") for path in args.beside
+            ]
             one["beside"] = beside(one["prompts"], [r for r in reports if r["model"] == name])
             print("\n".join(map(line_of, one["beside"])))
     if args.output:

@@ -9,11 +9,11 @@ files have. What scores do not say, such as entries kept, stands in the files al
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.files import read_json
 from vllm_kvx.tools.evaluate.intervals import of_mean, of_ratio
 from vllm_kvx.tools.evaluate.store import SAME
 
@@ -38,7 +38,7 @@ def pooled(contents: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float,
 
     Raises:
         SystemExit: the files are not of one model asked in one way, or share a prompt; or one has
-            no scores, as those written before 28 November 2026.
+            no scores, as those written before 28 November 2026, or none of `full`.
     """
     first = contents[0]
     if not all("scores" in content for content in contents):
@@ -48,6 +48,8 @@ def pooled(contents: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float,
             if content.get(name) != first.get(name):
                 raise SystemExit(f"{name} is {content.get(name)!r}, not {first.get(name)!r}")
     files = [scores_by_policy(content) for content in contents]
+    if not all(FULL in file for file in files):
+        raise SystemExit(f"a file has no answers of {FULL}, which each prompt is paired with")
     asked = [prompt for file in files for prompt in file[FULL]]
     if len(asked) != len(set(asked)):
         raise SystemExit("a prompt stands in two files")
@@ -80,7 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.answers.pooled", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path)
     args = parser.parse_args()
-    print(markdown(pooled([json.loads(file.read_text(encoding="utf-8")) for file in args.files])))
+    writer = "benchmarks.answers.quality"
+    print(markdown(pooled([read_json(file, writer, "model", "scores") for file in args.files])))
 
 
 if __name__ == "__main__":

@@ -10,17 +10,17 @@ benchmarks/results/answers/quality-NAME.json and .png, and prints Markdown table
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.about import about
-from benchmarks.common.files import RESULTS, write_json
+from benchmarks.common.files import RESULTS, read_json, write_json
+from vllm_kvx.errors import ToolError
 from vllm_kvx.tools.evaluate import figures, report
 from vllm_kvx.tools.evaluate.rows import FULL_ORIGINAL, FULL_ROW, Row
-from vllm_kvx.tools.evaluate.store import IF_GIVEN, RESOLVED, SAME, Answer, Store
+from vllm_kvx.tools.evaluate.store import IF_GIVEN, RESOLVED, RUN_FILE, SAME, Answer, Store
 from vllm_kvx.tools.evaluate.summary import Cell, Summary
 from vllm_kvx.tools.plots import draw
 
@@ -28,13 +28,21 @@ DTYPE = "kv_cache_dtype"
 
 
 def read(directories: Sequence[Path]) -> tuple[list[Answer], dict[str, Any]]:
-    """The answers of all directories, each question under each policy once, and their facts."""
+    """The answers of all directories, each question under each policy once, and their facts.
+
+    Raises:
+        SystemExit: a directory has no run of evaluate, or one of another model or other questions;
+            or none has answers.
+    """
     answers: dict[Any, Answer] = {}
     facts: dict[str, Any] = {}
     dtype: str | None = None
     for directory in directories:
-        before = json.loads((directory / "run.json").read_text(encoding="utf-8"))
-        store = Store(directory, before)
+        before = read_json(directory / RUN_FILE, "vllm-kvx evaluate", "command", "model")
+        try:
+            store = Store(directory, before)
+        except ToolError as error:
+            raise SystemExit(str(error)) from error
         if not any(store):
             print(f"{directory} has no answers: it is left out")
             continue

@@ -5,9 +5,10 @@ lines over budgets, a panel for each metric. FIER with groups of 32, Quest with 
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common.files import read_json
 
 PANELS = {"mass": "attention found, %", "right": "lookups right, %", "loss": "loss, nats"}
 COLORS = {"max": "#4878a8", "sum": "#d1802f", "softmax": "#3a923a", "softmax/2": "#c03d3e"}
@@ -51,7 +52,7 @@ def main() -> None:
         len(PANELS), len(args.results), figsize=size, layout="constrained", squeeze=False
     )
     for path, column in zip(args.results, axes.T, strict=True):
-        results = json.loads(path.read_text())
+        results = read_json(path, "benchmarks.answers.recall", "data")
         for metric, axis in zip(PANELS, column, strict=True):
             draw(axis, results["data"]["all"]["rows"], metric)
         title = f"{results['model']}, {results['heads']}/{results['kv_heads']} heads"

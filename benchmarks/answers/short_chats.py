@@ -8,14 +8,13 @@ and longer ones apart. Prints the former as a Markdown table.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.about import about
-from benchmarks.common.files import RESULTS, write_json
+from benchmarks.common.files import RESULTS, read_json, write_json
 from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
 from vllm_kvx.tools.evaluate.store import Answer, QuestionId, Store
 
@@ -50,7 +49,7 @@ def is_short(answer: Answer) -> bool:
 
 def read(directory: Path) -> dict[str, Any]:
     """What one model's run says."""
-    facts = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+    facts = read_json(directory / "run.json", "vllm-kvx evaluate", "command")
     answers = {answer.key: answer for answer in Store(directory, facts)}
     rows = list(dict.fromkeys(row for row, _ in answers))
     # Folders of the machine that it ran on say nothing elsewhere.

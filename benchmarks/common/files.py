@@ -1,4 +1,4 @@
-"""Where result files lie, how one is written, and what wrote it."""
+"""Where result files lie, how one is written and read, and what wrote it."""
 
 import json
 import os
@@ -14,6 +14,27 @@ def write_json(path: Path, content: Any) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
+
+
+def read_json(path: Path, writer: str = "", *keys: str) -> dict[str, Any]:
+    """The object of a JSON file that somebody named on a command line.
+
+    writer: what writes such files, for the message. keys: what they have at least.
+
+    Raises:
+        SystemExit: the file cannot be read or is another; its one line says which and why.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SystemExit(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise SystemExit(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise SystemExit(f"{path} is not a JSON object")
+    if lacking := [key for key in keys if key not in content]:
+        raise SystemExit(f"{path} is not a file of {writer}: it has no {', '.join(lacking)}")
+    return content
 
 
 def kind_of(content: Any) -> str | None:

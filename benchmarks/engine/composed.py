@@ -6,7 +6,6 @@ Gains are over stock in the same file. A product of decode gains overstates: wha
 longer reads another cannot save. The ideal of the composition knows that.
 """
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.files import read_json
 from benchmarks.common.names import STOCK, baseline_of, parts_of, split_name
 from benchmarks.engine.ideal import Case
 
@@ -150,4 +150,7 @@ def table(results: Mapping[str, Any]) -> str:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
-    print(table(json.loads(Path(sys.argv[1]).read_text())) or "nothing in it is composed")
+    print(
+        table(read_json(Path(sys.argv[1]), "benchmarks.engine.compare", "engines"))
+        or "nothing in it is composed"
+    )

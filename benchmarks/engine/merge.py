@@ -7,13 +7,12 @@ same model, settings and kind of GPU. Engines and servers keep the run that meas
 files have the same case, that of the later file stays, unless it failed there.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.files import kind_of, write_json
+from benchmarks.common.files import kind_of, read_json, write_json
 from benchmarks.engine.compare import derive
 from benchmarks.engine.shapes import shape_of
 
@@ -83,8 +82,8 @@ def main(argv: Sequence[str]) -> int:
         raise SystemExit(__doc__)
     out, *files = map(Path, argv)
     try:
-        merged = merge([json.loads(file.read_text(encoding="utf-8")) for file in files])
-    except (OSError, ValueError) as error:
+        merged = merge([read_json(file) for file in files])
+    except ValueError as error:
         raise SystemExit(f"benchmarks.engine.merge: {error}") from error
     write_json(out, merged)
     print(f"{out}: {', '.join(merged.get('engines') or merged['servers'])}")

@@ -3,10 +3,11 @@
 python -m benchmarks.engine.plot results.json plot.png
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common.files import read_json
 
 
 def table(results: dict[str, Any]) -> str:
@@ -95,7 +96,7 @@ def gains(engine: dict[str, Any]) -> list[tuple[str, float, float | None]]:
 if __name__ == "__main__":
     if len(sys.argv) not in (2, 3):
         raise SystemExit(__doc__)
-    loaded = json.loads(Path(sys.argv[1]).read_text())
+    loaded = read_json(Path(sys.argv[1]), "benchmarks.engine.compare", "engines")
     print(table(loaded))
     if len(sys.argv) == 3:
         plot(loaded, Path(sys.argv[2]))

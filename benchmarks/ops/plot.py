@@ -3,10 +3,11 @@
 `python -m benchmarks.ops.plot RESULT.json` writes RESULT.png beside it.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common.files import read_json
 
 OPS = ("score", "select", "attend", "all")
 MARKS = {
@@ -47,7 +48,7 @@ def main() -> None:
     from matplotlib import pyplot
 
     source = Path(sys.argv[1])
-    report = json.loads(source.read_text())
+    report = read_json(source, "benchmarks.ops.retrieval", "bytes_per_us", "budget")
     figure, axes = pyplot.subplots(1, len(OPS), figsize=(4.2 * len(OPS), 4), sharey=True)
     for axis, op in zip(axes, OPS, strict=True):
         for backend, values in points(report, op).items():

@@ -1,6 +1,5 @@
 """The result files that `benchmarks.report` reads, by kind."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common.files import kind_of
+from benchmarks.common.files import kind_of, read_json
 from benchmarks.common.names import STOCK, baseline_of, split_name
 from benchmarks.engine.compare import derive
 from benchmarks.engine.composed import lines_of
@@ -91,7 +90,7 @@ def read(folder: Path) -> tuple[list[File], dict[str, str]]:
     for name, path in sorted(paths.items()):
         if name.startswith(OLD):
             continue
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         kind = kind_of(content)
         if kind is None:
             others[name] = "no figures of a policy that this page has a table for"

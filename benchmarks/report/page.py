@@ -171,6 +171,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--readme", type=Path, default=README, help="where the table stands")
     args = parser.parse_args(argv)
     folder = args.page.with_suffix("")
+    if not args.results.is_dir():
+        parser.error(f"--results: there is no folder {args.results}")
     files, others = read(args.results)
     text, plots = page(files, others, folder.name)
     plots += readme.plots(files)

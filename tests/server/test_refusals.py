@@ -1,5 +1,6 @@
 """Configurations under a policy: every row of what is refused, with the flag to change."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import vllm
 from support.lmcache_standin import take_lmcache
-from support.refused import Connector, OfLMCache, changed, several_engines
+from support.refused import Connector, OfLMCache, ThroughHost, changed, several_engines
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -108,9 +109,22 @@ def test_every_row_has_a_case(stock, monkeypatch) -> None:
     embeds = changed(stock, MULTIMODAL, SimpleNamespace(enable_mm_embeds=True))
     refused |= set(reasons(WITH_POLICY, changed(embeds, "kv_transfer_config", Connector())))
     refused |= lmcache_rows(stock, monkeypatch)
+    refused.add(nixl_row(stock, monkeypatch))
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     refused |= set(reasons(WITH_POLICY, changed(stock, "cache_config.cache_dtype", "nvfp4")))
     assert refused == {row.reason for row in WITH_POLICY}
+
+
+def nixl_row(stock: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A NIXL that is not there."""
+    nixl = ThroughHost()
+    nixl.kv_buffer_device = "cuda"
+    asked = changed(stock, "kv_transfer_config", nixl)
+    assert not reasons(WITH_POLICY, asked)
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    (line,) = reasons(WITH_POLICY, asked)
+    assert "pip install nixl" in line
+    return line
 
 
 def lmcache_rows(stock: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:

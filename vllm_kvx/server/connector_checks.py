@@ -2,6 +2,7 @@
 
 import os
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ CONNECTORS = ("OffloadingConnector", "ExampleConnector", NIXL, LMCACHE)
 _PROMPTS = "offload_prompt_only"
 # The same of LMCache, whose own connector it is that vLLM takes unless a variable is set.
 _ANSWERS, _UPSTREAM = "lmcache.mp.save_decode_cache", "LMCACHE_USE_UPSTREAM_MP"
+# Where LMCache has that connector.
+_LMCACHES = "lmcache.integration.vllm"
 # Whether LMCache stores blocks when they are about to be evicted; it does at once unless told.
 _LAZY = "lmcache.mp.lazy_offload"
 # Who copies blocks, LMCache's server or the engine; on a GPU it is the server unless told.
@@ -31,13 +34,14 @@ _BACK = "bidirectional_kv_xfer"
 _MEETS = "enforce_handshake_compat"
 
 # Beside every policy but `full` alone.
+_UNKNOWN = Refusal(
+    lambda c: asked_connector(c) not in (None, *CONNECTORS),
+    f"policies know {', '.join(CONNECTORS)} as KV connectors (--kv-offloading-size sets up "
+    "the first), and no other: name one of these as kv_connector, or drop --kv-transfer-config",
+    CONNECTOR,
+)
 BESIDE_CONNECTORS: tuple[Refusal, ...] = (
-    Refusal(
-        lambda c: asked_connector(c) not in (None, *CONNECTORS),
-        f"policies know {', '.join(CONNECTORS)} as KV connectors (--kv-offloading-size sets up "
-        "the first), and no other: name one of these as kv_connector, or drop --kv-transfer-config",
-        CONNECTOR,
-    ),
+    _UNKNOWN,
     Refusal(
         lambda c: asked_connector(c) and in_pipeline(c),
         "KV connectors were never tried with policies in a pipeline: set --pipeline-parallel-size "
@@ -48,6 +52,13 @@ BESIDE_CONNECTORS: tuple[Refusal, ...] = (
         lambda c: asked_connector(c) and is_mixed(c.model_config),
         "KV connectors are not supported yet where only some layers of a model have full "
         "attention: drop --kv-transfer-config and --kv-offloading-size",
+        CONNECTOR,
+    ),
+    Refusal(
+        # vLLM would end once the weights are loaded.
+        lambda c: asked_connector(c) == NIXL and find_spec("nixl") is None,
+        f"{NIXL} needs NIXL, which is not installed: pip install nixl, or drop "
+        "--kv-transfer-config",
         CONNECTOR,
     ),
     Refusal(
@@ -106,16 +117,17 @@ RETRIEVAL_BESIDE_CONNECTORS: tuple[Refusal, ...] = (
 )
 
 # Where prompts may end up with fewer entries than tokens in any layer (``Layout.keeps_prompts``).
+_STORES_WHOLE_PROMPTS = Refusal(
+    lambda c: asked_connector(c) not in (None, NIXL),
+    "KV connectors and KV offloading store blocks of whole prompts, which policies that retain "
+    f"or propagate do not leave, and only {NIXL} hands over what is kept: name it as "
+    "kv_connector, drop --kv-transfer-config and --kv-offloading-size, or drop all policies "
+    "but full, fier and quest from the KV policy and kv_layout, which know "
+    f"{', '.join(CONNECTORS)}",
+    CONNECTOR,
+)
 WITHOUT_WHOLE_PROMPTS: tuple[Refusal, ...] = (
-    Refusal(
-        lambda c: asked_connector(c) not in (None, NIXL),
-        "KV connectors and KV offloading store blocks of whole prompts, which policies that retain "
-        f"or propagate do not leave, and only {NIXL} hands over what is kept: name it as "
-        "kv_connector, drop --kv-transfer-config and --kv-offloading-size, or drop all policies "
-        "but full, fier and quest from the KV policy and kv_layout, which know "
-        f"{', '.join(CONNECTORS)}",
-        CONNECTOR,
-    ),
+    _STORES_WHOLE_PROMPTS,
     Refusal(
         lambda c: asked_connector(c) == NIXL and _hands_answers_back(c),
         "a server that prefills cannot go on from what another has kept of a prompt: drop "
@@ -149,6 +161,32 @@ def beside_connectors(policy: "KVPolicy") -> str | None:
             f"{policy} waits for generated tokens, and a prompt is handed over before there are "
             "any: leave out after=, or drop --kv-transfer-config"
         )
+    return None
+
+
+def not_imported(connector: str, keeps_prompts: bool) -> str | None:
+    """What is refused of `connector` where vLLM cannot import something; None if nothing is.
+
+    keeps_prompts: whether all policies keep whole prompts, see ``KVPolicy.keeps_prompts``.
+    """
+    if not keeps_prompts and connector != NIXL:
+        return _STORES_WHOLE_PROMPTS.reason
+    if connector not in CONNECTORS:
+        return _UNKNOWN.reason
+    if connector == LMCACHE and (error := _lack_of_lmcache()) is not None:
+        return (
+            f"{LMCACHE} needs LMCache, which cannot be imported ({error}): pip install "
+            "lmcache==0.5.6, or drop --kv-transfer-config and --kv-offloading-backend"
+        )
+    return None
+
+
+def _lack_of_lmcache() -> ImportError | None:
+    """Why LMCache's own connector cannot be imported; None if it can."""
+    try:
+        import_module(f"{_LMCACHES}.lmcache_mp_connector")
+    except ImportError as error:
+        return error
     return None
 
 
@@ -189,8 +227,8 @@ def _is_other() -> bool:
     if os.environ.get(_UPSTREAM):
         return True
     try:
-        metadata = import_module("lmcache.integration.vllm.lmcache_mp_metadata")
-        connector = import_module("lmcache.integration.vllm.lmcache_mp_connector")
+        metadata = import_module(f"{_LMCACHES}.lmcache_mp_metadata")
+        connector = import_module(f"{_LMCACHES}.lmcache_mp_connector")
         store = metadata.LMCacheMPRequestMetadata.GetStoreMetadata
         return not (
             "save_decode_cache" in signature(store).parameters

@@ -110,7 +110,7 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
         # A policy that suits the model, or a layer of it, is of no use where the model is refused.
         if not known:
             raise
-        raise _cannot_run(config[POLICY_KEY], told(known)) from None
+        raise cannot_run(config[POLICY_KEY], told(known)) from None
     assert settings is not None
     if settings.stock:
         others = beside_stock(vllm_config)
@@ -118,7 +118,7 @@ def prepare_engine_config(vllm_config: "VllmConfig", in_python: bool = False) ->
         more, others = _layout_problems(vllm_config, settings)
         rows += more
     if problems := told(rows) + others:
-        raise _cannot_run(settings.policy, problems)
+        raise cannot_run(settings.policy, problems)
     if not settings.stock:
         scheduler_config = vllm_config.scheduler_config
         scheduler_config.scheduler_cls = (
@@ -191,7 +191,8 @@ def _why_not(vllm_config: "VllmConfig", name: str) -> str | None:
     return "; ".join(problems) or None
 
 
-def _cannot_run(policy: object, problems: list[str]) -> ValueError:
+def cannot_run(policy: object, problems: list[str]) -> ValueError:
+    """The error that names everything to change before a server can run `policy`."""
     return ValueError(
         f"KV policy {policy} cannot run in this configuration:"
         + "".join(f"\n  - {problem}" for problem in problems)

@@ -14,6 +14,9 @@ from vllm_kvx.tools.doctor.asked import layers_for, with_auto
 from vllm_kvx.tools.doctor.findings import Context, Finding, Request, note, ok, problem, reason
 from vllm_kvx.tools.doctor.machine import CPU_ADVICE
 
+# What refusals ask for that `vllm-kvx serve` sets on a CPU.
+_SETS_ON_CPU = "KVX_CPU=1", "--enforce-eager", "--dtype float32", "--block-size"
+
 
 def flags(context: Context) -> Iterator[Finding]:
     """Makes the server's configuration from the flags, up to where an engine would start."""
@@ -51,7 +54,8 @@ def flags(context: Context) -> Iterator[Finding]:
     except Exception as error:  # vLLM's own checks raise what they like.
         refusals = str(error).strip() or type(error).__name__
         is_ours = _is_ours(refusals)
-        mend = CPU_ADVICE if is_ours and context.is_cpu else ""
+        mends = context.is_cpu and any(each in refusals for each in _SETS_ON_CPU)
+        mend = CPU_ADVICE if is_ours and mends else ""
         yield problem(refusals if is_ours else f"vLLM refuses: {refusals}", mend)
         return
     if config.get(POLICY_KEY) is not None and not plugin.is_loaded():

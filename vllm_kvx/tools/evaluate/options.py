@@ -67,8 +67,8 @@ def add_evaluate(commands: "_Commands") -> None:
     command.add_argument(
         "--quick",
         action="store_true",
-        help="six short questions that a small chat model answers, too: a number in 512 tokens "
-        "(the demo checkpoint: its own format, in 1,024)",
+        help="six short questions that a small chat model answers, too: a number in 1,024 tokens "
+        "(the demo checkpoint: its own format)",
     )
     command.add_argument(
         "--keep-going",

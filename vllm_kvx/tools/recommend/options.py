@@ -92,7 +92,7 @@ def add_recommend(commands: "_Commands") -> None:
         "--samples",
         type=positive,
         metavar="N",
-        help="questions at most (default: twice as many as --keep needs at the least)",
+        help="questions at most (default: 512, or more where --keep needs more than half of them)",
     )
     asked.add_argument("--seed", type=int, default=0, help="which questions (default: 0)")
     asked.add_argument(
