@@ -196,6 +196,11 @@ def test_requests_that_leave_entries_out_are_refused(engine: Engine, policy: str
         engine.generate(prompts_of((40,)), 2, policies=[policy])
 
 
+def test_logprobs_that_verified_steps_leave_out_are_refused(engine: Engine) -> None:
+    with pytest.raises(VLLMValidationError, match="logprob_token_ids: this server drafts tokens"):
+        engine.generate(prompts_of((40,)), 2, logprobs=1, logprob_token_ids=[3])
+
+
 def test_off_where_it_would_lose(engine: Engine, drafted: tuple[list[Answer], Any]) -> None:
     """Steps whose requests hold too little are not drafted for, and answers stay the same."""
     found = watch_own_drafts(engine)
