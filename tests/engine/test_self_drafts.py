@@ -183,6 +183,28 @@ def test_ends_within_drafts(engine: Engine, drafted: tuple[list[Answer], Any]) -
     engine.assert_idle()
 
 
+def test_a_session_goes_on_as_without_drafts(engine: Engine) -> None:
+    """What comes in later follows all of an answer but its last token.
+
+    Drafts read all of so short a text, so that answers end amid those that stay.
+    """
+    found, text = list[int](), list[int]()
+    for part, length in zip(
+        prompts_of((40, 9, 7, 5, 3, 8), seed=5), (14, 13, 12, 11, 9, 8), strict=True
+    ):
+        text += part
+        (alone,) = engine.generate([text], length, policies=["full"])
+        found.clear()
+        engine.go_on("session", part, length)
+        while len(found) < length:
+            for one in engine.llm.llm_engine.engine_core.get_output().outputs:
+                found += one.new_token_ids
+        assert found == alone.tokens
+        text += found[:-1]
+    engine.core.abort_requests(["session"])
+    engine.assert_idle()
+
+
 def test_sampled_tokens_are_the_models(engine: Engine, model: Path) -> None:
     """A draft that is rejected gives way to a token of the same distribution."""
     sampling = {"temperature": 1.0, "seed": 3}
