@@ -183,6 +183,28 @@ def test_ends_within_drafts(engine: Engine, drafted: tuple[list[Answer], Any]) -
     engine.assert_idle()
 
 
+def test_a_session_goes_on_as_without_drafts(engine: Engine) -> None:
+    """What comes in later follows all of an answer but its last token.
+
+    Drafts read all of so short a text, so that answers end amid those that stay.
+    """
+    found, text = list[int](), list[int]()
+    for part, length in zip(
+        prompts_of((40, 9, 7, 5, 3, 8), seed=5), (14, 13, 12, 11, 9, 8), strict=True
+    ):
+        text += part
+        (alone,) = engine.generate([text], length, policies=["full"])
+        found.clear()
+        engine.go_on("session", part, length)
+        while len(found) < length:
+            for one in engine.llm.llm_engine.engine_core.get_output().outputs:
+                found += one.new_token_ids
+        assert found == alone.tokens
+        text += found[:-1]
+    engine.core.abort_requests(["session"])
+    engine.assert_idle()
+
+
 def test_sampled_tokens_are_the_models(engine: Engine, model: Path) -> None:
     """A draft that is rejected gives way to a token of the same distribution."""
     sampling = {"temperature": 1.0, "seed": 3}
@@ -196,6 +218,11 @@ def test_sampled_tokens_are_the_models(engine: Engine, model: Path) -> None:
 def test_requests_that_leave_entries_out_are_refused(engine: Engine, policy: str) -> None:
     with pytest.raises(VLLMValidationError, match="leaves some out: use full, fier or quest"):
         engine.generate(prompts_of((40,)), 2, policies=[policy])
+
+
+def test_logprobs_that_verified_steps_leave_out_are_refused(engine: Engine) -> None:
+    with pytest.raises(VLLMValidationError, match="logprob_token_ids: this server drafts tokens"):
+        engine.generate(prompts_of((40,)), 2, logprobs=1, logprob_token_ids=[3])
 
 
 def test_off_where_it_would_lose(engine: Engine, drafted: tuple[list[Answer], Any]) -> None:

@@ -220,6 +220,19 @@ def test_what_the_drafter_may_not_be(make_config, changes: dict[str, Any], why: 
     assert in_python(why) in str(refused.value) or why in str(refused.value)
 
 
+def test_flags_that_say_what_drafts(make_config) -> None:
+    """vLLM's own, beside the speculative configuration."""
+    drafter = {"method": "kvx", "policy": "fier-64"}
+    config = make_config("full", dtype="float32", speculative_config=drafter, spec_tokens=3)
+    assert config.speculative_config.num_speculative_tokens == 3
+    with pytest.raises(ValueError, match="not 'model'"):
+        make_config("full", spec_model="some", **OWN)
+    with pytest.raises(ValueError, match="say the same: drop one of them"):
+        make_config("full", spec_tokens=4, **OWN)
+    with pytest.raises(ValueError, match="mutually exclusive"):
+        make_config("full", spec_method="ngram", **OWN)
+
+
 def test_a_drafter_without_a_policy_or_a_policy_without_one(make_config) -> None:
     with pytest.raises(ValueError, match="set --kv-policy full too"):
         make_config(None, **OWN)

@@ -8,7 +8,14 @@ import pytest
 import torch
 import vllm
 from support.lmcache_standin import take_lmcache
-from support.refused import Connector, OfLMCache, ThroughHost, changed, several_engines
+from support.refused import (
+    Connector,
+    OfExample,
+    OfLMCache,
+    ThroughHost,
+    changed,
+    several_engines,
+)
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -128,18 +135,28 @@ def nixl_row(stock: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def lmcache_rows(stock: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Adapters, a way to store that nobody tried, and an LMCache that is not there."""
+    """Adapters, a way to store that nobody tried, and an LMCache that is not there.
+
+    Adapters beside vLLM's example of a connector, too.
+    """
     take_lmcache(monkeypatch)
     asked = changed(stock, "kv_transfer_config", OfLMCache())
     assert not reasons(WITH_POLICY, asked)
     found = reasons(WITH_POLICY, changed(asked, "lora_config", object()))
+    example = changed(stock, "kv_transfer_config", OfExample())
+    assert not reasons(WITH_POLICY, example)
+    found += reasons(WITH_POLICY, changed(example, "lora_config", object()))
     lazy = OfLMCache(**{"lmcache.mp.lazy_offload": True})
     found += reasons(WITH_POLICY, changed(stock, "kv_transfer_config", lazy))
     monkeypatch.setenv("LMCACHE_USE_UPSTREAM_MP", "1")
     found += reasons(WITH_POLICY, asked)
-    for line, says in zip(
-        found, ("--enable-lora", "drop lmcache.mp.lazy_offload", "lmcache==0.5.6"), strict=True
-    ):
+    names = (
+        "--enable-lora",
+        "by their tokens alone",
+        "drop lmcache.mp.lazy_offload",
+        "lmcache==0.5.6",
+    )
+    for line, says in zip(found, names, strict=True):
         assert says in line
     return set(found)
 

@@ -5,6 +5,7 @@ import pickle
 import random
 import re
 import string
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -252,6 +253,20 @@ def test_prompt_logprob_token_ids_too() -> None:
     asked = SimpleNamespace(extra_args=None, prompt_logprobs=None, prompt_logprob_token_ids=[1])
     with pytest.raises(VLLMValidationError, match="prompt_logprob_token_ids"):
         validator("speed-4")(asked)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_logprobs_of_named_tokens_need_steps_without_drafts(drafts: bool) -> None:
+    settings = settings_of("speed-4")
+    settings = replace(settings, layout=replace(settings.layout, drafts=drafts))
+    path = class_path(settings, MODEL)
+    check = build_custom_logits_processors_params_validator([path])
+    check(params(logprobs=2))
+    if not drafts:
+        check(params(logprob_token_ids=[3]))
+        return
+    with pytest.raises(VLLMValidationError, match="logprob_token_ids: this server drafts tokens"):
+        check(params(logprob_token_ids=[3]))
 
 
 def test_random_strings_never_crash_and_never_pass() -> None:

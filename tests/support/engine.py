@@ -161,6 +161,18 @@ class Engine:
             )
         return ids
 
+    def go_on(self, session: str, prompt: list[int], max_tokens: int) -> None:
+        """The next part of a session's prompt, whose input is streamed. It is never complete."""
+        engine = self.llm.llm_engine
+        part = engine.input_processor.process_inputs(
+            session,
+            {"type": "token", "prompt_token_ids": prompt},
+            greedy(max_tokens),
+            supported_tasks=("generate",),
+            resumable=True,
+        )
+        engine.engine_core.add_request(part)
+
     def lora_request(self, adapter: Path | None) -> Any:
         """vLLM's name of an adapter: its folder's, and a number of this engine's own."""
         from vllm.lora.request import LoRARequest

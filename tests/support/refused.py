@@ -38,6 +38,12 @@ class ThroughHost(Connector):
     kv_connector, kv_buffer_device = "NixlConnector", "cpu"
 
 
+class OfExample(Connector):
+    """vLLM's example."""
+
+    kv_connector = "ExampleConnector"
+
+
 class OfLMCache(Connector):
     """LMCache's, whose settings have dots in their names."""
 

@@ -127,6 +127,9 @@ class _PolicyScheduling(_Base):
         super().add_request(request)
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
+        # vLLM keeps what is computed, which the last token is not unless a step verified drafts.
+        session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)
+        session.spec_token_ids = []
         super()._update_request_as_session(session, update)
         _run_in_full(session, "its prompt has no end yet")
 

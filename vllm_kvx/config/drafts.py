@@ -28,6 +28,8 @@ CACHE_TO_WEIGHTS = 1.0
 _EXAMPLE = '{"method": "kvx", "policy": "fier-256", "num_speculative_tokens": 4}'
 _OURS = {"policy": "fier-256", "cache_to_weights": CACHE_TO_WEIGHTS}
 _COUNT, _COUNTS = "num_speculative_tokens", "num_speculative_tokens_per_batch_size"
+# Further keys of the speculative configuration that vLLM has flags for, as arguments call them.
+_FLAGS = {"model": "spec_model", _COUNT: "spec_tokens"}
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def take_drafts(args: Any) -> None:
     Raises:
         ValueError: there is no policy, no number of tokens, or a key that the method does not know.
     """
-    given = {key.replace("-", "_"): value for key, value in args.speculative_config.items()}
+    given = _with_flags(args)
     known = ("method", *_OURS, _COUNT, _COUNTS)
     if unknown := [key for key in given if key not in known]:
         raise ValueError(
@@ -107,10 +109,26 @@ def take_drafts(args: Any) -> None:
             f"method {METHOD} of --speculative-config needs a KV policy, by which requests are "
             "answered: set --kv-policy full too"
         )
-    if given.get(_COUNT) is None and getattr(args, "spec_tokens", None) is None:
+    if given.get(_COUNT) is None:
         raise ValueError(
             f"method {METHOD} of --speculative-config needs {_COUNT}, for example {_EXAMPLE}"
         )
     ours = {key: given.pop(key, default) for key, default in _OURS.items()}
     args.additional_config = {**config, DRAFTS_KEY: ours}
     args.speculative_config = {**given, "method": STAND_IN}
+    for flag in _FLAGS.values():
+        setattr(args, flag, None)
+
+
+def _with_flags(args: Any) -> dict[str, Any]:
+    """The speculative configuration of `args`, with what flags of their own say of it."""
+    given = {key.replace("-", "_"): value for key, value in args.speculative_config.items()}
+    for key, flag in _FLAGS.items():
+        value = getattr(args, flag, None)
+        if value is not None and key in given:
+            raise ValueError(
+                f"--{flag.replace('_', '-')} and {key} of --speculative-config say the same: drop "
+                "one of them"
+            )
+        given |= {} if value is None else {key: value}
+    return given

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm_kvx.policy.policy import KVPolicy
 
 # KV connectors that a policy was tried with, or whose code was read for what it copies.
-CONNECTORS = ("OffloadingConnector", "ExampleConnector", NIXL, LMCACHE)
+CONNECTORS = ("OffloadingConnector", EXAMPLE := "ExampleConnector", NIXL, LMCACHE)
 # Whether the former leaves generated tokens alone; it does unless told otherwise.
 _PROMPTS = "offload_prompt_only"
 # The same of LMCache, whose own connector it is that vLLM takes unless a variable is set.
@@ -65,6 +65,12 @@ BESIDE_CONNECTORS: tuple[Refusal, ...] = (
         lambda c: asked_connector(c) == LMCACHE and c.lora_config,
         "LMCache finds prompts by their tokens and cache_salt, whichever adapter computed them: "
         "drop --enable-lora, or --kv-transfer-config and --kv-offloading-backend",
+        CONNECTOR,
+    ),
+    Refusal(
+        lambda c: asked_connector(c) == EXAMPLE and c.lora_config,
+        f"{EXAMPLE} finds prompts by their tokens alone, whichever adapter computed them: drop "
+        "--enable-lora, or --kv-transfer-config",
         CONNECTOR,
     ),
     Refusal(

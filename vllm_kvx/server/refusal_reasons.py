@@ -17,6 +17,7 @@ class Reason(StrEnum):
     NOT_ALLOWED = "not_allowed"  # The operator lets no request name it.
     NO_ROOM = "no_room"  # It does not fit the server's layout.
     PROMPT_LOGPROBS = "prompt_logprobs"  # They need layers that the policy skips.
+    LOGPROB_TOKEN_IDS = "logprob_token_ids"  # Where drafts are verified, vLLM leaves them out.
     HANDED_OVER = "handed_over"  # What another server has computed of its prompt does not fit it.
     BEAM_SEARCH = "beam_search"
     MEDIA = "media"  # Images, audio or video, where a policy serves a model's text alone.

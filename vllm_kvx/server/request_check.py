@@ -87,6 +87,8 @@ def check_request(
     if hands_over:
         with refusing(Reason.HANDED_OVER, on_refusal):
             check_handed_over(policy, sampling_params)
+    with refusing(Reason.LOGPROB_TOKEN_IDS, on_refusal):
+        _check_logprobs(settings, sampling_params)
     if policy.propagate is None:
         return
     for parameter in ("prompt_logprobs", "prompt_logprob_token_ids"):
@@ -99,6 +101,17 @@ def check_request(
                 f"{parameter} (in completions also echo with logprobs) needs every prompt token "
                 f"at full depth, and KV policy {policy} skips some: {instead}"
             )
+
+
+def _check_logprobs(settings: KVSettings, sampling_params: "SamplingParams") -> None:
+    """vLLM's rejection sampler has the likeliest tokens' logprobs, and leaves named ones out."""
+    if settings.stock or not settings.layout.drafts:
+        return
+    if getattr(sampling_params, "logprob_token_ids", None) is not None:
+        raise ValueError(
+            "logprob_token_ids: this server drafts tokens, and vLLM leaves these out where it "
+            "verifies drafts: ask for logprobs, or start the server without --speculative-config"
+        )
 
 
 def check_policy(
