@@ -35,6 +35,7 @@ from benchmarks.common.word_tokenizer import write_tokenizer
 from benchmarks.engine.compare import prepare_model
 from benchmarks.engine.shapes import SHAPES
 from benchmarks.serving.client import MODEL, VLLM, environment
+from benchmarks.serving.first_tokens import first_two, median, request
 from benchmarks.serving.load import own_flags
 from vllm_kvx.tools.ideal.shape import Shape
 
@@ -106,10 +107,10 @@ def _measure(
         asked = _post(prefill, {"prompt": prompt, "max_tokens": 1, _TRANSFER: PREFILL})
         filled = time.perf_counter()
         body = {"prompt": prompt, _TRANSFER: asked[_TRANSFER]}
-        first, second = _first_two(decode, body, args.tokens)
+        first, second = first_two(decode, body, args.tokens)
         fetched_now = _fetched(decode) - before
         own = time.perf_counter()
-        times = _first_two(decode, {"prompt": prompt}, args.tokens)
+        times = first_two(decode, {"prompt": prompt}, args.tokens)
         if number >= 0:
             alone.append(tuple(each - own for each in times))
             both.append((first - begin, second - begin))
@@ -118,49 +119,20 @@ def _measure(
     entry = 2 * shape.layers * shape.kv_heads * shape.head_dim * args.entry_bytes
     return {
         "prompt_tokens": length,
-        "alone_s": _median([first for first, _ in alone]),
-        "both_s": _median([first for first, _ in both]),
-        "alone_second_s": _median([second for _, second in alone]),
-        "both_second_s": _median([second for _, second in both]),
-        "handed_over_s": _median(handed),
+        "alone_s": median([first for first, _ in alone]),
+        "both_s": median([first for first, _ in both]),
+        "alone_second_s": median([second for _, second in alone]),
+        "both_second_s": median([second for _, second in both]),
+        "handed_over_s": median(handed),
         "fetched_bytes": statistics.median(fetched),
         "prompt_bytes": entry * length,
     }
 
 
-def _median(seconds: list[float]) -> dict[str, Any]:
-    return {
-        "median": round(statistics.median(seconds), 4),
-        "spread": [round(min(seconds), 4), round(max(seconds), 4)],
-    }
-
-
-def _request(url: str, body: dict[str, Any]) -> urllib.request.Request:
-    data = {"model": MODEL, "temperature": 0, "ignore_eos": True, **body}
-    return urllib.request.Request(
-        f"{url}/v1/completions",
-        json.dumps(data).encode(),
-        {"Content-Type": "application/json"},
-    )
-
-
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    with urllib.request.urlopen(_request(url, body), timeout=300) as answer:
+    with urllib.request.urlopen(request(url, body), timeout=300) as answer:
         found: dict[str, Any] = json.loads(answer.read())
         return found
-
-
-def _first_two(url: str, body: dict[str, Any], tokens: int) -> tuple[float, float]:
-    """When the first token is there, and the second one; then it ends the request."""
-    request = _request(url, {**body, "max_tokens": tokens, "stream": True})
-    times: list[float] = []
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        for line in answer:
-            if line.startswith(b"data: {"):
-                times.append(time.perf_counter())
-            if len(times) == 2:
-                return times[0], times[1]
-    raise SystemExit(f"{url} answered {len(times)} tokens: ask for two or more (--tokens)")
 
 
 def _fetched(url: str) -> float:

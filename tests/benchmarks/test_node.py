@@ -16,7 +16,7 @@ from benchmarks.common import node
 from benchmarks.common.node import PLANS, Step, check, main, read_plan
 from benchmarks.engine import compare, own_drafts, ranks
 from benchmarks.ops import int8_cache, retrieval_step
-from benchmarks.serving import disaggregated, turns, within
+from benchmarks.serving import disaggregated, offloading, turns, within
 from benchmarks.serving import load as serving
 from benchmarks.tuning import sweep as speed_sweep
 from benchmarks.tuning.trials import options_of
@@ -270,6 +270,7 @@ PARSERS: dict[str, Callable[[list[str]], object]] = {
     "benchmarks.ops.retrieval_step": retrieval_step.parse_args,
     "benchmarks.serving": serving.parse_args,
     "benchmarks.serving.disaggregated": disaggregated.parse_args,
+    "benchmarks.serving.offloading": offloading.parse_args,
     "benchmarks.serving.turns": turns.parse_args,
     "benchmarks.serving.within": within.parse_args,
 }
