@@ -161,8 +161,11 @@ class Engine:
             )
         return ids
 
-    def go_on(self, session: str, prompt: list[int], max_tokens: int) -> None:
-        """The next part of a session's prompt, whose input is streamed. It is never complete."""
+    def go_on(self, session: str, prompt: list[int], max_tokens: int) -> list[int]:
+        """What follows the next part of a session's prompt, whose input is streamed.
+
+        The prompt is never complete: `end` ends the session.
+        """
         engine = self.llm.llm_engine
         part = engine.input_processor.process_inputs(
             session,
@@ -172,6 +175,15 @@ class Engine:
             resumable=True,
         )
         engine.engine_core.add_request(part)
+        found = list[int]()
+        while len(found) < max_tokens:
+            for one in engine.engine_core.get_output().outputs:
+                found += one.new_token_ids
+        return found
+
+    def end(self, session: str) -> None:
+        """Aborts a session that waits for more."""
+        self.core.abort_requests([session])
 
     def lora_request(self, adapter: Path | None) -> Any:
         """vLLM's name of an adapter: its folder's, and a number of this engine's own."""
