@@ -9,8 +9,8 @@ TASKS, TASKS_ON_CPU = ("quick", "long_answers"), ("one_number",)
 # Questions of the first round, fewer without a GPU, and at most; every round doubles what was asked
 # so far.
 FIRST, FIRST_ON_CPU, MOST = 16, 8, 512
-# Minutes, and tokens of a step, where there is no GPU.
-ON_CPU_MINUTES, STEP_ON_CPU = 10.0, 512
+# Minutes, so that ten are enough with the last round, and tokens of a step, where there is no GPU.
+ON_CPU_MINUTES, STEP_ON_CPU = 9.0, 512
 # The GPU that gains are counted for where none is here and none is named.
 DEVICE = "h100"
 # What a core of a CPU multiplies at the very most, in float32 per second: more than AVX-512 does.
