@@ -114,6 +114,30 @@ SERVERS: dict[str, Server] = {
         ),
         repeats=0.5,
     ),
+    "aftertsp": Server(
+        f"{_FAST},after=4",
+        (
+            f"{_FAST},kv_rate=1+{_PYRAMID},groups=4,after=9",
+            f"{_STRUCT},after=6",
+            "criticalkv:kv_floor=0,window=3",
+        ),
+        (
+            f"{_FAST},after=4",
+            f"{_FAST},tsp_rate=0.6,kv_rate=0.3,after=1",
+            # Of what goes on all stays.
+            f"{_FAST},tsp_rate=0.2,kv_rate=0.5,after=9",
+            f"{_FAST},kv_rate=1,after=3",
+            f"{_FAST},kv_rate=1+snapkv:window=3,kernel=3,kv_rate=0.3,kv_floor=0,after=5",
+            f"{_FAST},kv_rate=1+{_PYRAMID},groups=4,after=7",
+            f"{_STRUCT},after=6",
+            f"{_STRUCT},kv_rate=1+snapkv:window=3,kernel=3,kv_rate=0.3,kv_floor=0,after=2",
+            "snapkv:window=2,kv_rate=0.4,kv_floor=0,after=4",
+            _FAST,
+            "full",
+        ),
+        stash=200,
+        repeats=0.5,
+    ),
     "lookahead": Server(
         "snapkv:window=2,kv_rate=0.4,kv_floor=0,lookahead=4",
         (
