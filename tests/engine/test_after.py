@@ -1,7 +1,6 @@
 """Retention that waits for generated tokens, against the dense float32 reference."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from reference.after import After
 from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.pyramidkv import Pyramid
-from reference.structkv import Struct
 from support import inside
 from support.expected import FULL, Policy
 from support.nightly import nightly
@@ -31,27 +29,6 @@ POLICIES: list[Policy] = [
 ]
 
 
-# Tokens of the prompt go on into upper layers before retention has what it waits for: above a cut
-# that is split and above one that is not, with retention's rate above and below propagation's.
-_TSP, _GOES_ON = Keep(tsp_layer=3, tsp_rate=0.3), Keep(tsp_layer=3, tsp_rate=0.3, kv_floor=0)
-PROPAGATING: list[Policy] = [
-    After(replace(_TSP, kv_rate=0.2), 4),
-    After(Keep(kv_rate=0.1), 6, propagates=_GOES_ON),
-    After(Keep(tsp_layer=0, tsp_rate=0.5, kv_rate=0.1, window=3, kernel=1), 1),
-    After(replace(_TSP, kv_rate=0.4, tsp_reduction="max"), 5),
-    replace(_TSP, kv_rate=0.2),
-    After(replace(_TSP, kv_budget=40), 40),
-    After(Struct(3, struct_rate=0.4, kv_rate=0.2), 4),
-    After(Keep(kv_rate=0.2), 3, propagates=Struct(5, kv_rate=1)),
-    After(Critical(kv_rate=0.2), 7, propagates=_GOES_ON),
-    After(Struct(5, struct_rate=0.3, kv_rate=0.2, heads="own", score="critical"), 2),
-    After(Pyramid(kv_rate=0.3, groups=4), 5, propagates=_GOES_ON),
-    After(replace(_TSP, kv_rate=1.0), 4),
-    After(replace(_TSP, tsp_rate=1.0, kv_rate=0.2), 4),
-    FULL,
-]
-
-
 @pytest.mark.usefixtures("dense_ops")
 def test_parity(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks and in a batch, at the edges of blocks and chunks; then over cached prefixes.
@@ -60,17 +37,6 @@ def test_parity(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> N
     """
     counts = inside.replay_waiting_steps(monkeypatch)
     assert_parity_and_again(tiny(), [*EDGES, 5, 9, 150, 180], POLICIES, max_tokens=(44, 9))
-    assert counts[True] > counts[False] > 0
-
-
-@pytest.mark.usefixtures("dense_ops")
-def test_parity_beside_propagation(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As above, where upper layers hold the tokens that were chosen when the prompt was in."""
-    counts = inside.replay_waiting_steps(monkeypatch)
-    lengths = [*EDGES, 5, 9, 150, 180, *(100 + 23 * i % 110 for i in range(len(PROPAGATING)))]
-    assert_parity_and_again(tiny(), lengths, PROPAGATING, max_tokens=(44, 9))
     assert counts[True] > counts[False] > 0
 
 

@@ -300,9 +300,14 @@ SERVERS: dict[str, Server] = {
     ),
     "fastfier": long(
         policy=f"fastkv:tsp_layer=3,window=3,tsp_rate=0.6,kv_rate=0.5,kv_floor=0+{_FIER}",
-        layout=("structkv:pivot=5,window=3,granularity=block,kv_floor=0", _ONLINE),
+        layout=(
+            "structkv:pivot=5,window=3,granularity=block,kv_floor=0",
+            _ONLINE,
+            f"{_FAST},after=5",
+        ),
         requests=(
             f"fastkv:tsp_layer=3,window=3,tsp_rate=0.6,kv_rate=0.5,kv_floor=0+{_FIER}",
+            f"{_FAST},tsp_rate=0.6,kv_rate=0.4,after=5",
             f"structkv:pivot=5,window=3,granularity=block,struct_rate=0.8,kv_rate=0.5,kv_floor=0+{_FIER}",
             f"{_ONLINE},struct_rate=0.8,kv_rate=0.6+{_FIER}",
             "full",

@@ -104,6 +104,7 @@ class StructKV(Propagate, Retain):
     needs: ClassVar[str] = "the model's pivot, which `vllm-kvx calibrate` or a first start measures"
     slides: ClassVar[bool] = True
     selects_at: ClassVar[str] = "pivot"
+    selects_early: ClassVar[bool] = True
     to_measure: ClassVar[Measurement] = Measurement("pivot", "calibrated", "struct_reduction")
 
     pivot: int | str = integer("calibrated", at_least=0, words=("calibrated", "online"))
@@ -194,10 +195,6 @@ class StructKV(Propagate, Retain):
                     f"{self}: min_layer={low} and max_layer={high} do not fit this model of "
                     f"{num_layers} layers: they must be in this order and below its last layer"
                 )
-
-    @property
-    def selects_early(self) -> bool:  # type: ignore[override]
-        return not self.is_online
 
     @property
     def is_online(self) -> bool:
