@@ -151,8 +151,14 @@ def test_stages_of_layers_that_slide() -> None:
 
 def test_beside_layers_that_slide() -> None:
     windows = Windows((0, 1, 2, 4, 5, 6), 64)
-    layout = Layout((4, 6), None, True, 8, True, row_cuts=(4, 6), windows=windows)
-    for name in ("full", "speed-4:anchors=3", "snapkv", "fastkv:tsp_layer=3", "gemfilter:layer=3"):
+    layout = Layout((4, 6), None, True, 12, True, row_cuts=(4, 6), windows=windows)
+    for name in (
+        "full",
+        "speed-4:anchors=3",
+        "snapkv:after=4",
+        "fastkv:tsp_layer=3",
+        "gemfilter:layer=3",
+    ):
         check_fits(parse_policy(name), layout, 8)
     # After the last layer nothing is left to select for.
     check_fits(parse_policy("structkv:pivot=7"), layout, 8)
@@ -164,6 +170,8 @@ def test_beside_layers_that_slide() -> None:
         ("speed-4+snapkv", "beside nothing that retains"),
         ("pyramidkv", "pyramidkv divides layers"),
         ("structkv:pivot=3,granularity=block", "use granularity=token"),
+        ("fastkv:tsp_layer=3,after=4", "leave out after=, or use snapkv alone"),
+        ("structkv:pivot=3,kv_rate=1+snapkv:after=4", "leave out after="),
         ("structkv:pivot=online", "use pivot=calibrated or pivot=<int>"),
         ("fastkv:tsp_layer=4", "layer 4 slides over a window.* use tsp_layer=3 or tsp_layer=7$"),
         ("gemfilter:layer=1", "use layer=3$"),
