@@ -156,6 +156,7 @@ def test_beside_layers_that_slide() -> None:
         check_fits(parse_policy(name), layout, 8)
     # After the last layer nothing is left to select for.
     check_fits(parse_policy("structkv:pivot=7"), layout, 8)
+    check_fits(parse_policy("fastkv:tsp_layer=3,after=4"), layout, 8)
     for name, says in (
         ("selfonly-4", "speed-K, fastkv, structkv and gemfilter can run, not selfonly-4"),
         ("speed-4+fier-64", "beside nothing that retrieves"),
@@ -164,8 +165,6 @@ def test_beside_layers_that_slide() -> None:
         ("speed-4+snapkv", "beside nothing that retains"),
         ("pyramidkv", "pyramidkv divides layers"),
         ("structkv:pivot=3,granularity=block", "use granularity=token"),
-        ("fastkv:tsp_layer=3,after=4", "leave out after=, or use snapkv alone"),
-        ("structkv:pivot=3,kv_rate=1+snapkv:after=4", "leave out after="),
         ("structkv:pivot=online", "use pivot=calibrated or pivot=<int>"),
         ("fastkv:tsp_layer=4", "layer 4 slides over a window.* use tsp_layer=3 or tsp_layer=7$"),
         ("gemfilter:layer=1", "use layer=3$"),

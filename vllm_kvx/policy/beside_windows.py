@@ -40,11 +40,6 @@ def beside_windows(policy: KVPolicy, windows: Windows, num_layers: int) -> str |
         )
     if propagate is None or by_position:
         return None
-    if policy.num_generated:
-        return (
-            "after= where chosen tokens go on was never compared with a reference where layers "
-            "slide over a window, as some of this model do: leave out after=, or use snapkv alone"
-        )
     if propagate.online_rule(num_layers) is not None:
         return (
             "pivot=online looks at the attention of every layer, and some layers of this model "
