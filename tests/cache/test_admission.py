@@ -10,7 +10,8 @@ from vllm import SamplingParams
 
 from vllm_kvx.cache.admission import SPLIT_WINDOWS, PromptAdmission
 from vllm_kvx.config.settings import KVSettings
-from vllm_kvx.policy.storage import STASH_PAGE, stash_pages, storage_of
+from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.storage import STASH_PAGE, Gap, Storage, stash_pages, storage_of
 
 FASTKV = "fastkv:kv_floor=0,tsp_layer=3"
 
@@ -29,8 +30,13 @@ def add(to: PromptAdmission, name: str, length: int, policy: str = FASTKV) -> An
         request_id=name, num_prompt_tokens=length, num_tokens=length, num_computed_tokens=0
     )
     settings = KVSettings.of({"kv_policy": policy}, num_layers=8)
-    to.add_request(request, settings.policy, changes=policy != "full")
+    to.add_request(request, settings.policy, stored(settings.policy, length))
     return request
+
+
+def stored(policy: KVPolicy, length: int) -> list[Storage]:
+    """What such a request stores, by stage."""
+    return [storage_of(policy, length, start, 4, 8) for start in (0, 4)]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +88,62 @@ def test_a_chunk_ends_where_entries_take_the_slots_of_others(
         request_id="a", num_prompt_tokens=200, num_tokens=200, num_computed_tokens=0
     )
     policy = KVSettings.of({"kv_policy": "speed-4:tail=5"}, num_layers=8).policy
-    one.add_request(request, policy, changes=True, turn=195)  # type: ignore[arg-type]
+    turns = Storage(200, Gap(1, 194), 5, Gap(0, 195), 195)
+    one.add_request(request, policy, [Storage(200, rows=200), turns])  # type: ignore[arg-type]
     assert one.clip(request, start, tokens) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("start", "tokens", "expected"),
+    [
+        (96, 96, 96),  # Ends where the window begins.
+        (150, 45, 42),
+        (192, 30, 8),  # Tokens are chosen there, and the window is kept for retention.
+        (195, 3, 3),
+        (200, 30, 4),  # A resumed request's: the others go by what these attend to, too.
+        (202, 1, 1),
+        (204, 30, 30),
+    ],
+)
+def test_a_chunk_ends_where_tokens_are_chosen_and_where_retention_has_waited(
+    start: int, tokens: int, expected: int
+) -> None:
+    one = admission()
+    request = add(one, "a", 200, f"{FASTKV},after=4")
+    request.num_tokens = 240
+    assert one.clip(request, start, tokens) == expected
+
+
+def test_the_stash_is_free_once_tokens_are_chosen() -> None:
+    """While retention waits for generated tokens; until then a preempted prompt needs it again."""
+    one = admission()
+    request = add(one, "a", 200, f"{FASTKV},after=4")
+    free = one.free_pages
+    assert schedule(one, request) == ["a"]
+    for done in (96, 192, 200):
+        assert one.free_pages == free - stash_pages(200)
+        one.new_step()
+        assert one.clip(request, request.num_computed_tokens, 96)
+        request.num_computed_tokens = done
+        assert one.past_prompt({"a"}) == []
+    one.new_step()
+    assert one.free_pages == free
+    request.num_tokens = 201
+    assert one.clip(request, 200, 1) == 1 and one.free_pages == free
+    one.restart(request)
+    assert one.clip(request, 0, 96) == 96 and one.free_pages == free - stash_pages(200)
+    request.num_computed_tokens = 204
+    assert one.past_prompt({"a"}) == [request]
+    one.release("a")
+    assert one.free_pages == free
+
+
+def test_what_drops_nothing_waits_for_nothing() -> None:
+    one = admission()
+    request = add(one, "a", 200, "fastkv:tsp_layer=3,tsp_floor=0,kv_floor=300,after=4")
+    request.num_tokens = 240
+    assert one.clip(request, 192, 30) == 8
+    assert one.clip(request, 200, 30) == 30
 
 
 def test_other_policies_are_left_alone() -> None:
@@ -243,8 +303,8 @@ def test_a_first_chunk_waits_for_no_window(policy: str) -> None:
         request = SimpleNamespace(
             request_id=f"of {length}", num_prompt_tokens=length, num_tokens=length
         )
-        storages = [storage_of(settings.policy, length, start, 4, 8) for start in (0, 4)]
-        one.add_request(request, settings.policy, any(s.changes for s in storages))  # type: ignore[arg-type]
+        storages = stored(settings.policy, length)
+        one.add_request(request, settings.policy, storages)  # type: ignore[arg-type]
         assert one.clip(request, 0, 1) == 1  # type: ignore[arg-type]
 
 

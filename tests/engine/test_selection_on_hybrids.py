@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from reference import hybrids
+from reference.after import After
 from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.gemfilter import Filter
@@ -18,7 +19,14 @@ from support.cpu_hybrids import complete_cpu_hybrids
 from support.engine import BLOCK, running
 from support.expected import Policy, Speed
 from support.nightly import by_day
-from support.parity import ask, assert_parity, assert_parity_preempted, in_turn, room_for
+from support.parity import (
+    ask,
+    assert_parity,
+    assert_parity_and_again,
+    assert_parity_preempted,
+    in_turn,
+    room_for,
+)
 from support.prompts import prompts_of
 
 # By model, two layers with full attention, and layers of both kinds on either side of the first.
@@ -64,6 +72,21 @@ def policies_of(layers: tuple[int, int]) -> list[Policy]:
         Filter(low, rate=0.05, window=8),
         Keep(tsp_layer=high, tsp_rate=0.1, kv_rate=0.1),
         Speed(low + 1, anchors=3),
+    ]
+
+
+def waiting_policies_of(layers: tuple[int, int]) -> list[Policy]:
+    """Of another: retention waits for generated tokens."""
+    low, high = layers
+    return [
+        After(Keep(tsp_layer=low, tsp_rate=0.2, kv_rate=0.2), 3),
+        After(Keep(kv_rate=0.2), 2, propagates=Struct(high, kv_rate=1)),
+        After(Struct(low, struct_rate=0.3, kv_rate=0.2), 5),
+        After(Critical(kv_rate=0.2), 4, propagates=Keep(tsp_layer=low, tsp_rate=0.2)),
+        # Above the cut all that goes on stays, beside the last tokens.
+        After(Keep(tsp_layer=high, tsp_rate=0.1, kv_rate=0.6), 8),
+        Keep(tsp_layer=low, tsp_rate=0.2, kv_rate=0.2),
+        Keep(),
     ]
 
 
@@ -113,9 +136,18 @@ def test_parity(made: Callable[[str], Path], name: str) -> None:
     assert_parity(model, [*answers, *long, *again], [*each, *each[:3], *readers])
 
 
+@pytest.mark.parametrize("name", every)
+def test_parity_after_generated_tokens(made: Callable[[str], Path], name: str) -> None:
+    """Answers end before retention has what it waits for, and behind the window."""
+    lengths = (197, 250, 233, 161, 330, 290, 199, 193, 201, 225, 1, 2, 5, 64, 96, 128, 129)
+    assert_parity_and_again(made(name), lengths, waiting_policies_of(SELECTS[name]), (70, 4))
+
+
 # A pool that a server starts with holds all of these prompts of Cohere 2.
 @pytest.mark.parametrize("name", by_day([name for name in names if name != "cohere2"], ()))
 def test_preempted(made: Callable[[str], Path], name: str) -> None:
     options = {"num_gpu_blocks_override": 76, "max_model_len": 288, "max_num_seqs": 9}
     options["enable_prefix_caching"] = True  # Of what it had computed some is there still.
     assert_parity_preempted(made(name), policies_of(SELECTS[name]), **options)
+    waits = waiting_policies_of(SELECTS[name])
+    assert_parity_preempted(made(name), [waits[0], Keep(), waits[2], Keep()], **options)

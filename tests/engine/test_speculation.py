@@ -174,6 +174,11 @@ def test_aborted_amid_drafts(engine: Engine, answered: tuple[list[Any], list[Ans
     [
         RETAIN,
         [After(Keep(kv_rate=0.3), 4), After(Pyramid(kv_rate=0.3, groups=4), 7), FULL],
+        [
+            After(Keep(tsp_layer=3, tsp_rate=0.4, kv_rate=0.3), 4),
+            After(Keep(kv_rate=0.3), 7, propagates=Struct(3, 0.4, 1)),
+            FULL,
+        ],
         RETRIEVE,
         [Read(Retrieve(64, pages=True)), FULL],
         PROPAGATE,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from reference import hybrids, wrappers, zoo
+from reference.after import After
 from reference.criticalkv import Critical
 from reference.fastkv import Keep
 from reference.fier import Retrieve
@@ -108,6 +109,8 @@ MORE: list[Policy] = [
     Norm(kv_rate=0.3),
     Critical(kv_rate=0.3),
     Lookahead(Critical(kv_rate=0.3), 5),
+    After(Keep(tsp_layer=3, tsp_rate=0.5, kv_rate=0.3), 2),
+    After(Struct(3, struct_rate=0.5, kv_rate=0.2), 1),
     Struct(3, struct_rate=0.5, kv_rate=0.2, score="critical"),
     Filter(3, rate=0.4, window=4),
     StructSnap(3, struct_rate=0.5, kv_rate=0.2),

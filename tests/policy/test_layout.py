@@ -151,11 +151,12 @@ def test_stages_of_layers_that_slide() -> None:
 
 def test_beside_layers_that_slide() -> None:
     windows = Windows((0, 1, 2, 4, 5, 6), 64)
-    layout = Layout((4, 6), None, True, 8, True, row_cuts=(4, 6), windows=windows)
+    layout = Layout((4, 6), None, True, 12, True, row_cuts=(4, 6), windows=windows)
     for name in ("full", "speed-4:anchors=3", "snapkv", "fastkv:tsp_layer=3", "gemfilter:layer=3"):
         check_fits(parse_policy(name), layout, 8)
     # After the last layer nothing is left to select for.
     check_fits(parse_policy("structkv:pivot=7"), layout, 8)
+    check_fits(parse_policy("fastkv:tsp_layer=3,after=4"), layout, 8)
     for name, says in (
         ("selfonly-4", "speed-K, fastkv, structkv and gemfilter can run, not selfonly-4"),
         ("speed-4+fier-64", "beside nothing that retrieves"),

@@ -57,6 +57,7 @@ def test_parameters_are_complete() -> None:
         "score": DEFAULT_SCORE,
         "tsp_layer": "auto",
         "tsp_reduction": "sum",
+        "after": 0,
     }
     assert parse_policy("fastkv:tsp_layer=3").parameters()["retain"]["tsp_rate"] == 0.2
 
@@ -162,6 +163,15 @@ COMPOSED = {
     "speed-4+snapkv:lookahead=4": ["drafts tokens", "leave out lookahead=, or the other method"],
     "speed-4+fier-64:reuse_layers=2": ["leave out reuse_layers=, or the other method"],
     "snapkv+quest-64:reuse_layers=2": ["beside another method layers may hold other tokens"],
+    "fastkv:kv_rate=1,kv_floor=0+snapkv:after=4": [],
+    "fastkv:tsp_layer=3,kv_rate=1+pyramidkv:after=4": [],
+    "structkv:pivot=3,kv_rate=1+snapkv:window=4,after=4": ["by different windows or kernels"],
+    "structkv:pivot=3,kv_rate=1+criticalkv:after=4": [],
+    "gemfilter:layer=3+snapkv:after=4": ["waits for generated tokens", "leave out after="],
+    "speed-4+snapkv:after=4": ["waits for generated tokens", "leave out after="],
+    "fastkv:after=4+fier-64": ["waits for generated tokens", "leave out after="],
+    "fastkv:kv_rate=1+snapkv:after=4+fier-64": ["waits for generated tokens"],
+    "fastkv:kv_rate=1+snapkv:lookahead=4": ["drafts tokens", "leave out lookahead="],
     "criticalkv:after=4+fier-64": ["waits for generated tokens", "leave out after="],
 }
 
@@ -275,6 +285,10 @@ def test_no_vllm_import() -> None:
         ("snapkv:after=2,lookahead=2", "snapkv: after and lookahead both say which tokens"),
         ("criticalkv:window=60,lookahead=5", "window and lookahead are at most 64 tokens together"),
         ("pyramidkv:window=60,after=5", "window and after are at most 64 tokens together"),
+        ("fastkv:window=60,after=5", "fastkv: window and after are at most 64 tokens together"),
+        ("structkv:window=60,after=5", "window and after are at most 64 tokens together"),
+        ("structkv:granularity=block,after=5", "structkv: after waits for generated tokens with"),
+        ("structkv:pivot=online,after=5", "structkv: after waits for generated tokens with"),
         ("snapkv:lookahead=64", "lookahead must be an integer from 0 to 63"),
     ],
 )

@@ -337,6 +337,33 @@ def test_storage_by_hand(name: str, layer: int, storage: Storage) -> None:
     assert found.changes == (found.compacts or storage.prefill.size == 100)
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "kept"),
+    [
+        ("fastkv:tsp_layer=3,kv_floor=0,after=4", (100, 20), (10, 10)),
+        ("fastkv:tsp_layer=3,kv_floor=0,kv_rate=0.3,after=4", (100, 20), (30, 20)),
+        ("fastkv:tsp_layer=3,kv_rate=1,kv_floor=0+snapkv:kv_floor=15,after=4", (100, 20), (15, 15)),
+        ("structkv:pivot=3,struct_floor=40,kv_floor=0,after=4", (100, 40), (10, 10)),
+    ],
+)
+def test_tokens_go_on_before_retention_has_what_it_waits_for(
+    name: str, rows: tuple[int, int], kept: tuple[int, int]
+) -> None:
+    """Entries by stage: none above the cut until the prompt is in, the chosen ones from then on."""
+    for layer, computed, stay in zip((3, 4), rows, kept, strict=True):
+        storage = storage_of(parse_policy(name), 100, layer, 16, 8)
+        below = 99 if layer == 3 else 0
+        wanted = [below, computed, computed + 3, stay + 4, stay + 14]
+        assert [storage.stored_len(n) for n in (99, 100, 103, 104, 114)] == wanted
+        peaks = [below, computed, computed + 3, computed + 4, max(stay + 14, computed + 4)]
+        assert [storage.peak_len(n) for n in (99, 100, 103, 104, 114)] == peaks
+        assert storage.compacts == (stay < computed)
+        first, then = storage.until_chosen, storage.once_chosen
+        assert (first.settles_at, first.kept, first.compacts) == (100, computed, False)
+        assert (then.settles_at, then.kept, then.compacts) == (104, stay + 4, storage.compacts)
+        assert first.decode == then.prefill
+
+
 def test_a_gap_that_moves_is_a_change() -> None:
     moved = Storage(10, Gap(0, 4), 6, Gap(6, 4))
     assert moved.changes and not moved.compacts

@@ -11,12 +11,14 @@ themselves. What the score chooses before them are as many as in `fastkv.py`, `s
 Only full layers choose and add to centrality, and only they retain. GemFilter's second run is one
 of the whole model over the chosen tokens.
 
+Where retention waits for generated tokens, these see all that a full layer ran of the prompt.
+
 Prompt and generated tokens run together, in one forward of transformers' model, two for GemFilter.
 Tokens that do not exist in a layer see themselves there, and nobody sees them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import criticalkv, fastkv, structkv
+from .after import After
 from .criticalkv import Critical
 from .fastkv import Keep, KeptResult, load, saliency, top
 from .gemfilter import Filter
@@ -32,7 +35,7 @@ from .hybrid import full_layers, read_rows
 from .masked import Call, causal, output_weight_of, run, text_config
 from .structkv import Struct
 
-Policy = Keep | Struct | Filter | Critical
+Policy = Keep | Struct | Filter | Critical | After
 # The rows that go on, (m,) int64 ascending, and the slack of the choice; from a full layer's number
 # and weights (H, P, P), where every prompt token runs. None where the layer chooses none.
 Chooses = Callable[[int, Tensor], tuple[Tensor, float] | None]
@@ -43,6 +46,8 @@ Retains = Callable[[Call, Tensor, Tensor], tuple[Tensor, float]]
 
 def propagates(policy: object) -> bool:
     """Whether `policy` selects tokens."""
+    if isinstance(policy, After):
+        return propagates(policy.propagates or policy.keep)
     if isinstance(policy, (Struct, Filter)):
         return True
     return isinstance(policy, (Keep, Critical)) and policy.tsp_layer is not None
@@ -65,7 +70,13 @@ def score(
         layers = _Run(model, len(prompt), _chooses_none, _keeps_all)
         layers.exists, layers.slack = first.exists, first.slack
     else:
-        layers = _Run(model, len(prompt), _chooses(model, len(prompt), policy), _retains(policy))
+        chooses, retains, more = policy, policy, 0
+        if isinstance(policy, After):
+            chooses, more = policy.propagates or policy.keep, policy.after
+            retains = _with_generated(policy, len(prompt))
+        layers = _Run(
+            model, len(prompt), _chooses(model, len(prompt), chooses), _retains(retains), more
+        )
     rows = layers.forward(prompt, generated)
     chosen = layers.exists.nonzero()[:, 0].tolist()
     return KeptResult(list(generated), rows, layers.retained, chosen, layers.slack)
@@ -79,6 +90,7 @@ class _Run:
     total: int  # prompt tokens
     chooses: Chooses
     retains: Retains
+    waits: int = 0  # for so many generated tokens, before anything is dropped
     exists: Tensor = field(init=False)  # (P,) bool, the prompt tokens that the next layer runs
     retained: list[list[list[int]]] = field(default_factory=list)
     slack: float = float("inf")
@@ -100,28 +112,33 @@ class _Run:
             seen |= torch.eye(count, dtype=torch.bool)
             return read_rows(call, slice(0, count), seen)[0]
         there = self.exists.nonzero()[:, 0]
-        of_prompt = Call(
+        early = min(self.waits, new)
+        first = torch.cat([there, torch.arange(total, total + early)])
+        of_first = Call(
             call.module,
             call.layer,
-            *(part[:, there] for part in (call.query, call.key, call.value)),
+            *(part[:, first] for part in (call.query, call.key, call.value)),
             call.scale,
             call.window,
             call.softcap,
             call.sinks,
         )
-        mixed, probs = read_rows(of_prompt, slice(0, len(there)), causal(len(there), len(there)))
+        mixed, probs = read_rows(of_first, slice(0, len(first)), causal(len(first), len(first)))
         out = mixed.new_zeros(mixed.shape[0], count, mixed.shape[2])
-        out[:, there] = mixed
-        rows, slack = self.retains(of_prompt, probs, there)
-        stay = there[rows]
+        out[:, first] = mixed
+        rows, slack = _keeps_all(of_first, probs, first)
+        if early == self.waits:
+            rows, slack = self.retains(of_first, probs, first)
+        stay, rest = first[rows], new - early
         self.retained.append(stay.tolist())
         self.slack = min(self.slack, slack)
-        kept = torch.zeros(len(rows), 1, total, dtype=torch.bool).scatter_(2, stay[:, None], True)
+        kept = torch.zeros(len(rows), 1, total + early, dtype=torch.bool)
+        kept.scatter_(2, stay[:, None], True)
         seen = torch.cat(
-            [kept.expand(-1, new, -1), causal(new, new).expand(len(rows), -1, -1)], dim=2
+            [kept.expand(-1, rest, -1), causal(rest, rest).expand(len(rows), -1, -1)], dim=2
         ).repeat_interleave(call.query.shape[0] // len(rows), 0)
-        out[:, total:] = read_rows(call, slice(total, count), seen)[0]
-        found = self.chooses(call.layer, probs)
+        out[:, total + early :] = read_rows(call, slice(total + early, count), seen)[0]
+        found = self.chooses(call.layer, probs[:, : len(there), : len(there)])
         if found is not None:
             self.exists = torch.zeros(total, dtype=torch.bool).index_fill_(0, found[0], True)
             self.slack = min(self.slack, found[1])
@@ -206,6 +223,14 @@ def _by_centrality(model: PreTrainedModel, total: int, struct: Struct) -> Choose
         return _best(sums, None, struct.window, struct.most(total), last)
 
     return choose
+
+
+def _with_generated(policy: After, total: int) -> Keep | Struct | Critical:
+    """What is retained of a prompt and the generated tokens that it waits for, which all stay."""
+    keep, more = policy.keep, policy.after
+    assert isinstance(keep, (Keep, Struct, Critical))
+    budget = keep.cap(total) + more
+    return replace(keep, window=keep.window + more, kv_budget=budget)
 
 
 def _retains(policy: Keep | Struct | Critical) -> Retains:

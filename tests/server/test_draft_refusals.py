@@ -95,6 +95,7 @@ NGRAM = {"speculative_config": speculative(3)}
         "speed-4+fier-64",
         "swiftkv-4",
         "snapkv:kv_rate=0.1,after=4",
+        "fastkv:tsp_layer=3,kv_rate=0.1,after=4",
     ],
 )
 def test_ngram_drafts_under_policies(make_config, policy: str) -> None:

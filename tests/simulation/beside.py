@@ -132,7 +132,7 @@ class Beside:
             for row, slot, place in zip(*(column.tolist() for column in columns), strict=True):
                 self._keep_one(layer, rows, row, slot, place)
         tables = work.targets(hook.group).tables.numpy().astype(np.int64)
-        for prompt in work.prompts:
+        for prompt in (each.in_stage(hook.stage) for each in work.prompts):
             jobs = prompt.scorings(layer, hook.stage)
             kept = self._kept(prompt, hook.stage, jobs)
             if not jobs and kept is None:
@@ -192,7 +192,10 @@ class Beside:
             self.centrality.rank(prompt)
 
     def _check_window(self, job: KeyScoring, layer: int, rows: "Rows", live: Live) -> None:
-        """The queries that score are those of the last tokens that retention waits for."""
+        """The queries that score are those of the last tokens that retention waits for.
+
+        Tokens that go on are chosen before: by those of the prompt.
+        """
         prompt = job.prompt
         if prompt.slot is None:
             last = prompt.first_row + prompt.longest
@@ -201,7 +204,8 @@ class Beside:
             self.counts["split windows"] += layer == 0
             kept = live.queries.get((prompt.slot, layer), {})
             positions = [kept.get(place) for place in range(job.window)]
-        end = live.prompt_len + live.policy.num_generated + prompt.drafted
+        chooses = live.selection is not None and live.chosen is None
+        end = live.prompt_len + (0 if chooses else live.policy.num_generated) + prompt.drafted
         if positions != list(range(end - job.window, end)):
             raise Mismatch(f"{live}, layer {layer}: a window at {positions} of {end}")
 

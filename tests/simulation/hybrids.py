@@ -97,12 +97,15 @@ HYBRIDS: dict[str, Server] = {
     ),
     "slidingfastkv": Server(
         f"{_FAST},tsp_layer=4,tsp_rate=0.4,kv_rate=0.3",
-        (f"{_STRUCT},pivot=8", f"{_GEM},layer=8", "snapkv:kv_floor=0,window=3"),
+        (f"{_STRUCT},pivot=8,after=5", f"{_GEM},layer=8", "snapkv:kv_floor=0,window=3"),
         (
             f"{_FAST},tsp_layer=4,tsp_rate=0.4,kv_rate=0.3",
             f"{_FAST},tsp_layer=4,tsp_rate=0.2,kv_rate=1",
             f"{_FAST},tsp_layer=8,tsp_rate=0.3,kv_rate=0.8",
             f"{_STRUCT},pivot=8,struct_rate=0.5,kv_rate=0.4",
+            f"{_FAST},tsp_layer=4,tsp_rate=0.4,kv_rate=0.2,after=5",
+            f"{_STRUCT},pivot=8,struct_rate=0.5,kv_rate=0.3,after=2",
+            f"{_FAST},tsp_layer=8,tsp_rate=0.3,kv_rate=1+{_SNAP},kv_rate=0.2,after=3",
             f"{_GEM},layer=8,rate=0.4",
             f"{_GEM},layer=4,rate=0.1",
             "speed-9:anchors=3",

@@ -114,6 +114,30 @@ SERVERS: dict[str, Server] = {
         ),
         repeats=0.5,
     ),
+    "aftertsp": Server(
+        f"{_FAST},after=4",
+        (
+            f"{_FAST},kv_rate=1+{_PYRAMID},groups=4,after=9",
+            f"{_STRUCT},after=6",
+            "criticalkv:kv_floor=0,window=3",
+        ),
+        (
+            f"{_FAST},after=4",
+            f"{_FAST},tsp_rate=0.6,kv_rate=0.3,after=1",
+            # Of what goes on all stays.
+            f"{_FAST},tsp_rate=0.2,kv_rate=0.5,after=9",
+            f"{_FAST},kv_rate=1,after=3",
+            f"{_FAST},kv_rate=1+snapkv:window=3,kernel=3,kv_rate=0.3,kv_floor=0,after=5",
+            f"{_FAST},kv_rate=1+{_PYRAMID},groups=4,after=7",
+            f"{_STRUCT},after=6",
+            f"{_STRUCT},kv_rate=1+snapkv:window=3,kernel=3,kv_rate=0.3,kv_floor=0,after=2",
+            "snapkv:window=2,kv_rate=0.4,kv_floor=0,after=4",
+            _FAST,
+            "full",
+        ),
+        stash=200,
+        repeats=0.5,
+    ),
     "lookahead": Server(
         "snapkv:window=2,kv_rate=0.4,kv_floor=0,lookahead=4",
         (
@@ -276,9 +300,14 @@ SERVERS: dict[str, Server] = {
     ),
     "fastfier": long(
         policy=f"fastkv:tsp_layer=3,window=3,tsp_rate=0.6,kv_rate=0.5,kv_floor=0+{_FIER}",
-        layout=("structkv:pivot=5,window=3,granularity=block,kv_floor=0", _ONLINE),
+        layout=(
+            "structkv:pivot=5,window=3,granularity=block,kv_floor=0",
+            _ONLINE,
+            f"{_FAST},after=5",
+        ),
         requests=(
             f"fastkv:tsp_layer=3,window=3,tsp_rate=0.6,kv_rate=0.5,kv_floor=0+{_FIER}",
+            f"{_FAST},tsp_rate=0.6,kv_rate=0.4,after=5",
             f"structkv:pivot=5,window=3,granularity=block,struct_rate=0.8,kv_rate=0.5,kv_floor=0+{_FIER}",
             f"{_ONLINE},struct_rate=0.8,kv_rate=0.6+{_FIER}",
             "full",

@@ -265,7 +265,10 @@ def _critical_name(policy: Critical) -> str:
 
 
 def _after_name(policy: After) -> str:
-    return f"{named(policy.keep)},after={policy.after}"
+    waits = f"{named(policy.keep)},after={policy.after}"
+    if policy.propagates is None:
+        return waits
+    return f"{named(policy.propagates)}+{waits}"
 
 
 def _lookahead_name(policy: Lookahead) -> str:

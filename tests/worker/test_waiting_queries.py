@@ -14,6 +14,7 @@ from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.worker.prefill.chunks import PromptChunk
 from vllm_kvx.worker.prefill.score_and_move import PrefillBuffers
+from vllm_kvx.worker.prefill.stash import Stash
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.split_layers import Cuts
 from vllm_kvx.worker.step import needs_python
@@ -154,3 +155,33 @@ def test_which_steps_replay_graphs(
     assert needs_python(requests, None, True, indices, begins, counts) != replays
     if index < 3:
         assert needs_python(requests, None, False, indices, begins, counts)
+
+
+def test_a_prompt_whose_tokens_were_chosen_before() -> None:
+    """It waits with the window's queries in the same slot, and without its states."""
+    name = "fastkv:window=2,kernel=1,tsp_layer=0,tsp_rate=0.5,kv_rate=0.3,kv_floor=0,after=4"
+    policy = parse_policy(name)
+    stash = Stash(PROMPT, 4, torch.float32, torch.device("cpu"))
+    requests = Requests(
+        layout_of([policy], LAYERS), Cuts((0, 1), frozenset()), LAYERS, 1, SLOTS, stash
+    )
+    requests.add(0, "a", policy, PROMPT, 16, 0)
+    index, begins = np.array([0]), np.array([0])
+    (chunk,) = requests.chunks(index, begins, begins + PROMPT)
+    first = requests.prompts[0]
+    assert chunk.is_last and chunk.splits_window and first.window == 2 and not first.cut_to
+    assert first.selection is not None and first.retain is None and stash.used_tokens
+    requests.compact(0, first.storages)
+    assert requests.stored_lens(index, np.array([PROMPT])).tolist() == [[PROMPT], [PROMPT // 2]]
+    requests.end_prompts(index, [chunk])
+    then = requests.prompts[0]
+    assert then is first.then and then.slot == first.slot and not stash.used_tokens
+    assert len(requests.free_windows) == SLOTS - 1
+    assert requests.only_wait(index, begins + PROMPT + 2, np.array([1]))
+    (chunk,) = requests.chunks(index, begins + PROMPT + 3, begins + PROMPT + 4)
+    assert chunk.is_last and then.window == 6 and then.runs_whole(1)
+    prompt = then.in_direct_pass(0, 0, chunk.begin, chunk.splits_window)
+    keys = [(each.num_keys, each.kept[1]) for each in map(prompt.in_stage, (0, 1))]
+    assert keys == [(PROMPT + 4, 3 + 4), (PROMPT // 2 + 4, 3 + 4)]
+    requests.end_prompts(index, [chunk])
+    assert not requests.prompts and len(requests.free_windows) == SLOTS

@@ -12,7 +12,7 @@ from vllm_kvx.config.quoting import quoted
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.policy.axes import ScoreSpec
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.storage import stash_pages
+from vllm_kvx.policy.storage import Storage, stash_pages
 
 logger = init_logger("vllm.kvx.scheduler")
 
@@ -43,7 +43,8 @@ class _Prompt:
     """A prompt that scores keys or changes what it stores when it is in.
 
     length: with the generated tokens that it waits for. window: the last of these. drafts: whether
-    tokens are drafted behind it, which score its keys together with the window.
+    tokens are drafted behind it, which score its keys together with the window. chosen_at: where
+    tokens are chosen to go on before that, see ``Storage``.
     """
 
     length: int
@@ -52,7 +53,12 @@ class _Prompt:
     needs_passes: bool
     turn: int | None = None
     drafts: bool = False
+    chosen_at: int | None = None
     has_waited: bool = False
+
+    def seeks(self, start: int) -> bool:
+        """Whether a chunk from there on has states that wait in the stash."""
+        return self.pages > 0 and (self.chosen_at is None or start < self.chosen_at)
 
 
 class PromptAdmission:
@@ -61,7 +67,8 @@ class PromptAdmission:
     A chunk ends at the end of the prompt, if it reaches it: there entries go. So does one that
     reaches a position from which on entries take the slots of others. It does not end
     within the window if it can end before, so that the window's queries are in one chunk; where
-    retention waits for generated tokens, it ends with these, and is spread over steps. Where tokens
+    retention waits for generated tokens, it ends with these, and is spread over steps; a chunk ends
+    before them, too, if tokens of the prompt are chosen there to go on. Where tokens
     are drafted behind the prompt, its queries are kept until these have run. Where the
     selected tokens take several passes through the later stages, the window is a chunk of its own:
     else these passes would come on top of a chunk as long as any other, and running requests would
@@ -85,6 +92,8 @@ class PromptAdmission:
         self.free_windows = num_split_windows(settings, config)
         self._prompts: dict[str, _Prompt] = {}
         self.coming: dict[str, Request] = {}
+        # Those of them whose tokens the step before has chosen: their states wait no longer.
+        self._chosen: list[str] = []
         self._pages: dict[str, int] = {}
         self._split: set[str] = set()
         # Prompts without the pages that they need: all of them are in vLLM's queue.
@@ -98,33 +107,41 @@ class PromptAdmission:
         # By request that waits for the stash, since when: seconds of the monotonic clock.
         self._waiting_since: dict[str, float] = {}
 
-    def add_request(
-        self, request: Request, policy: KVPolicy, changes: bool, turn: int | None = None
-    ) -> None:
-        """changes: whether any stage stores something else once the prompt is in.
-
-        turn: see ``Storage``, of whichever stage has one.
-        """
+    def add_request(self, request: Request, policy: KVPolicy, storages: Sequence[Storage]) -> None:
+        """storages: what it stores, by stage."""
+        turn = next((s.turn for s in storages if s.turn is not None), None)
         length, window, pages, propagated = request.num_prompt_tokens, 0, 0, 0
         selection = policy.selection(length, self.num_layers)
         if selection is not None:
             window = selection.score.window
             pages = 0 if selection.resumes_at == 0 else stash_pages(length)
             propagated = selection.count if selection.online is None else length
-        if policy.retain is not None and isinstance(policy.retain.keeps_by, ScoreSpec):
+        chosen_at = next((s.chosen_at for s in storages if s.chosen_at is not None), None)
+        if chosen_at is not None and not any(s.compacts for s in storages):
+            chosen_at = None  # Retention drops nothing, and waits for nothing.
+        elif policy.retain is not None and isinstance(policy.retain.keeps_by, ScoreSpec):
             by = policy.retain.keeps_by
             window = max(window, by.prompt_window + by.generated)
-        length += policy.num_generated
-        if changes:
+            length += policy.num_generated
+        if any(s.changes for s in storages):
             drafts = policy.num_drafted(request.num_prompt_tokens) > 0
             self._prompts[request.request_id] = _Prompt(
-                length, min(window, length), pages, propagated > self.max_tokens, turn, drafts
+                length,
+                min(window, length),
+                pages,
+                propagated > self.max_tokens,
+                turn,
+                drafts,
+                chosen_at,
             )
             self.coming[request.request_id] = request
             self._seek(request.request_id)
 
     def new_step(self) -> None:
         """vLLM begins to schedule a step."""
+        for request_id in self._chosen:
+            self.free_pages += self._pages.pop(request_id, 0)
+        self._chosen = []
         self._num_passed = self._pages_ahead = 0
         self._last = None
 
@@ -164,7 +181,7 @@ class PromptAdmission:
         prompt = self._prompts.get(request.request_id)
         if prompt is None or start >= prompt.length:
             return num_new_tokens
-        if not self._take_pages(request.request_id, prompt):
+        if prompt.seeks(start) and not self._take_pages(request.request_id, prompt):
             return 0
         end = min(start + num_new_tokens, prompt.length)
         if request.num_tokens < end:
@@ -172,12 +189,16 @@ class PromptAdmission:
             end = min(end, max(prompt.length - 1, request.num_tokens))
         if prompt.turn is not None and start < prompt.turn:
             end = min(end, prompt.turn)
+        chosen_at = prompt.chosen_at
+        if chosen_at is not None and start < chosen_at:
+            end = min(end, chosen_at)
         window_start = prompt.length - prompt.window
         if prompt.needs_passes and start < window_start:
             return min(end, window_start) - start
         if window_start < end and (end < prompt.length or prompt.drafts):
             # What is generated takes steps of its own: the window cannot be in one chunk.
-            must_split = start >= window_start or end >= request.num_tokens or end == prompt.length
+            must_split = start >= window_start or end >= request.num_tokens
+            must_split = must_split or end in (chosen_at, prompt.length)
             if not (must_split and self._may_split(request.request_id)):
                 end = max(window_start, start)
         return end - start
@@ -190,7 +211,7 @@ class PromptAdmission:
         return self._may_split(request.request_id)
 
     def _take_pages(self, request_id: str, prompt: _Prompt) -> bool:
-        if prompt.pages == 0 or request_id in self._pages:
+        if request_id in self._pages:
             return True
         if not self._has_room(prompt):
             return False
@@ -246,11 +267,17 @@ class PromptAdmission:
 
         scheduled: ids of the requests in this step.
         """
-        return [
-            self.coming.pop(request_id)
-            for request_id in in_both(self.coming, scheduled)
-            if self.coming[request_id].num_computed_tokens >= self._prompts[request_id].length
-        ]
+        past = []
+        for request_id in in_both(self.coming, scheduled):
+            prompt, computed = (
+                self._prompts[request_id],
+                self.coming[request_id].num_computed_tokens,
+            )
+            if computed >= prompt.length:
+                past.append(self.coming.pop(request_id))
+            elif request_id in self._pages and not prompt.seeks(computed):
+                self._chosen.append(request_id)
+        return past
 
     def release(self, request_id: str) -> None:
         """Takes back what the prompt needed while it was coming in."""

@@ -167,8 +167,7 @@ class _PolicyScheduling(_Base):
     def _tell_managers(self, request: Request, policy: KVPolicy) -> None:
         row = self.policy_stats.row_of(str(policy))
         storages = self.sharing.add_request(request, policy, row)
-        turn = next((s.turn for s in storages if s.turn is not None), None)
-        self.admission.add_request(request, policy, any(s.changes for s in storages), turn)
+        self.admission.add_request(request, policy, storages)
 
     def _get_local_prefix_cache_hit(
         self, request: Request, *max_cache_hit_length: int | None

@@ -47,8 +47,9 @@ class StepRoom:
         needed += sum(cdiv(kv.storage.kept, self._block_size) for kv in moving)
         ending = [request.request_id]
         for other in running:
-            left = self._settles_at(other) - other.num_computed_tokens
-            if other is not request and 0 < left <= self._max_tokens:
+            ends = self._ends(other)
+            left = (end - other.num_computed_tokens for end in ends)
+            if other is not request and any(0 < count <= self._max_tokens for count in left):
                 ending.append(other.request_id)
         needed += sum(m.num_blocks_to_end(name) for m in self._managers for name in ending)
         moves_out = needed <= self._pool.get_num_free_blocks()
@@ -74,6 +75,12 @@ class StepRoom:
         needed = len(self._block_sizes) * len(running)
         needed += sum(manager.num_blocks_to_end(name) for manager in self._managers)
         return needed > self._pool.get_num_free_blocks()
+
+    def _ends(self, request: Request) -> set[int]:
+        """The tokens with which entries of the request appear or go."""
+        kvs = [manager.requests[request.request_id] for manager in self._managers]
+        chosen = {kv.storage.chosen_at for kv in kvs if kv.storage.chosen_at is not None}
+        return {self._settles_at(request), *chosen}
 
     def _settles_at(self, request: Request) -> int:
         """The tokens with which the request is compacted, if it is: see ``Storage``."""

@@ -221,12 +221,15 @@ class Propagate(Method):
     restarts: whether chosen tokens run again from their ids, so that no states wait for the choice.
     slides: whether layers above its cut may slide over a window: `window_gap` is theirs.
     selects_at: the parameter that names the layer whose scores choose; empty if positions do.
+    selects_early: whether tokens may be chosen before retention has the generated ones that it
+        waits for.
     overwrites: whether a generated token takes the slot of the one before it (`Gap.grows`).
     """
 
     restarts: ClassVar[bool] = False
     slides: ClassVar[bool] = False
     selects_at: ClassVar[str] = ""
+    selects_early: ClassVar[bool] = False
     overwrites: ClassVar[bool] = False
 
     def row_cuts(self, num_layers: int) -> tuple[int, ...]:
@@ -295,7 +298,7 @@ class Propagate(Method):
                 "kv_rate, or retain with snapkv"
             )
         alike = score.family == by.family and score.decay is None
-        if by.window not in (0, score.window) or (alike and by.kernel != score.kernel):
+        if by.prompt_window not in (0, score.window) or (alike and by.kernel != score.kernel):
             raise PolicyError(
                 f"{self} and {retain} score keys by different windows or kernels: give both the "
                 "same window and kernel"

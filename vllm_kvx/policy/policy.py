@@ -108,7 +108,10 @@ class KVPolicy:
     def check_composition(self) -> None:
         """Raise PolicyError if its methods cannot work together."""
         propagate, retain = self.propagate, self.retain
-        if (self.num_generated or self.lookahead) and len(self.parts) > 1:
+        waits = self.num_generated > 0
+        if waits and self.retrieve is None and propagate is not None:
+            waits = not propagate.selects_early
+        if (waits or self.lookahead) and len(self.parts) > 1:
             does, key = "waits for generated tokens", "after="
             if self.lookahead:
                 does, key = "drafts tokens", "lookahead="

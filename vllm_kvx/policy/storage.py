@@ -3,11 +3,12 @@
 Logical length is vLLM's and counts every token. In one KV stage of one request a policy may leave
 a gap: prompt positions that hold no KV. Everything else is stored in order, so two numbers describe
 the stage. The gap may change once, when the prompt is in: then entries chosen by score appear
-or go, and only their count is known here. Positions and lengths are in tokens; positions count
+or go, and only their count is known here. Where retention waits for generated tokens and others
+are chosen to go on it changes twice. Positions and lengths are in tokens; positions count
 from 0.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,9 @@ class Storage:
         drafted in it; the most ever held of them.
     decode: the gap from then on. Positions below it have no slot of their own any more if it
         differs from `prefill`: the entries that stayed are the first `kept` ones.
+    chosen_at: the prompt's tokens, where some of them are chosen to go on before retention has what
+        it waits for: `prefill` is the gap until then, `waiting` the one from there to `settles_at`.
+        None where one step does both, or neither is done.
     turn: where it is not the end of the prompt, the position from which on `decode` is in force.
         No step may cross it. Entries from there on take the slots of those before it.
     """
@@ -42,6 +46,8 @@ class Storage:
     rows: int = 0
     decode: Gap = NO_GAP
     turn: int | None = None
+    chosen_at: int | None = None
+    waiting: Gap = NO_GAP
 
     @property
     def kept(self) -> int:
@@ -58,8 +64,22 @@ class Storage:
         """True if entries go with the last of them."""
         return self.kept < self.rows
 
+    @property
+    def until_chosen(self) -> "Storage":
+        """What is stored up to the step that chooses tokens, which drops nothing."""
+        assert self.chosen_at is not None
+        rows = self.chosen_at - self.waiting.size
+        return Storage(self.chosen_at, self.prefill, rows, self.waiting)
+
+    @property
+    def once_chosen(self) -> "Storage":
+        """What is stored from then on, until retention has run."""
+        return Storage(self.settles_at, self.waiting, self.rows, self.decode)
+
     def stored_len(self, logical_len: int) -> int:
         """Entries once `logical_len` tokens are computed and retention has run."""
+        if self.chosen_at is not None and self.chosen_at <= logical_len < self.settles_at:
+            return self.waiting.stored_len(logical_len)
         is_before = logical_len < self.settles_at if self.turn is None else logical_len <= self.turn
         return (self.prefill if is_before else self.decode).stored_len(logical_len)
 
@@ -106,9 +126,12 @@ def storage_of(
         kept = policy.retain.kept(prompt_len, rows, layer, block_size, num_layers)
     more = policy.num_generated
     peak += policy.num_drafted(prompt_len)
-    if kept == prompt_len:
-        return Storage(prompt_len + more, gap, peak + more, NO_GAP)
-    return Storage(prompt_len + more, gap, peak + more, Gap(kept, prompt_len - kept))
+    decode = NO_GAP if kept == prompt_len else Gap(kept, prompt_len - kept)
+    storage = Storage(prompt_len + more, gap, peak + more, decode)
+    if not more or selection is None:
+        return storage
+    waiting = NO_GAP if rows == prompt_len else Gap(rows, prompt_len - rows)
+    return replace(storage, chosen_at=prompt_len, waiting=waiting)
 
 
 def _of_windows(policy: KVPolicy, prompt_len: int, layer: int) -> Storage:

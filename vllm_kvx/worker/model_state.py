@@ -221,7 +221,7 @@ class PolicyModelState(DefaultModelState):
                 # From the next step on; what this one reads was copied to the device before.
                 index, state = int(step.requests[chunk.batch_index]), chunk.state
                 requests.compact(index, state.storages)
-                freed = cut_tables(tables, index, state.storages, self.group_stages)
+                freed = cut_tables(tables, index, state.cut_to, self.group_stages)
                 self.stats.blocks_freed[state.stats_row] += freed
 
     def prepare_attn(

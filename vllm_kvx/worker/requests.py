@@ -129,6 +129,8 @@ class Requests:
             self.compact(index, storages)
         elif prompt is not None:
             prompt.stats_row = row
+            if prompt.then is not None:
+                prompt.then.stats_row = row
             self.prompts[index] = prompt
             if prompt.waits:
                 assert self.stash is not None
@@ -149,11 +151,20 @@ class Requests:
     def end_prompts(self, requests: np.ndarray, chunks: Iterable[PromptChunk]) -> None:
         """Takes back what prompts needed whose last chunk is among those of a step.
 
+        Where retention waits for more tokens, the window's queries stay.
+
         requests: (R,) of the step's batch.
         """
         for chunk in chunks:
-            if chunk.is_last:
-                self.prompt_is_over(int(requests[chunk.batch_index]))
+            if not chunk.is_last:
+                continue
+            index, then = int(requests[chunk.batch_index]), chunk.state.then
+            if then is None:
+                self.prompt_is_over(index)
+                continue
+            if self.stash is not None:
+                self.stash.release(then.req_id)
+            then.slot, self.prompts[index] = chunk.state.slot, then
 
     def prompt_is_over(self, index: int) -> None:
         """Takes back what a prompt needed while it was coming in."""

@@ -134,6 +134,8 @@ class PolicyStats:
         """Adds a prompt that came in and was selected from or compacted."""
         if prompt.selection is not None and prompt.selection.online is None:
             self.tokens_propagated[row] += prompt.selection.count
+        if prompt.then is not None:
+            return
         self.entries_kept[row] += [storage.kept for storage in prompt.storages]
         self.entries_computed[row] += [each.rows - prompt.drafted for each in prompt.storages]
 

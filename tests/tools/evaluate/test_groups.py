@@ -105,3 +105,8 @@ def test_an_answer_that_ends_before_anything_is_dropped() -> None:
         assert shares_of(policy, 1000, 16, 8, generated=generated) == (1.0, 1.0, 1.0)
     assert shares_of(policy, 1000, 16, 8, generated=33) == shares_of(policy, 1000, 16, 8)
     assert shares_of(policy, 1000, 16, 8).kept < 0.15
+    # Above the cut it never had more.
+    policy = parse_policy("fastkv:tsp_layer=3,kv_rate=0.1,kv_floor=0,after=32")
+    early = shares_of(policy, 1000, 16, 8, generated=32)
+    assert early == pytest.approx((0.6, 0.6, 0.6))
+    assert shares_of(policy, 1000, 16, 8, generated=33).kept < 0.15

@@ -113,6 +113,25 @@ def test_what_waits_and_what_is_drafted_is_counted() -> None:
     assert plain.requests > waits.requests > drafts.requests
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["fastkv:tsp_layer=15,kv_rate=0.1,after=32", "fastkv:tsp_layer=15,kv_budget=3200,after=32"],
+)
+def test_what_waits_holds_what_was_propagated_until_then(name: str) -> None:
+    plain, alone, waits = map(
+        gains, ("fastkv:tsp_layer=15,kv_rate=0.1", "fastkv:tsp_layer=15,kv_rate=1", name)
+    )
+    assert plain is not None and alone is not None and waits is not None
+    share = 32 / WORKLOAD.output
+    assert waits.ttft == plain.ttft
+    assert waits.tpot == pytest.approx(
+        1 / (share / alone.tpot + (1 - share) / plain.tpot), rel=0.01
+    )
+    assert waits.pool == pytest.approx(
+        1 / (share / alone.pool + (1 - share) / plain.pool), rel=0.01
+    )
+
+
 def test_short_prompts_save_nothing() -> None:
     server = server_of(LLAMA, "h100", None)
     short = Workload(500, 100, 1)

@@ -13,7 +13,14 @@ from vllm_kvx.policy.axes import (
     Selection,
 )
 from vllm_kvx.policy.measurement import Measurement
-from vllm_kvx.policy.methods.snapkv import RetainByWindow, floor_of, set_own_floor
+from vllm_kvx.policy.methods.snapkv import (
+    MAX_WINDOW,
+    RetainByWindow,
+    check_window,
+    floor_of,
+    set_own_floor,
+    waiting_for,
+)
 from vllm_kvx.policy.parameters import (
     PolicyError,
     Value,
@@ -49,6 +56,9 @@ class FastKV(Propagate, RetainByWindow):
     tsp_reduction: how the weights of heads and window queries become a token's one score: `sum`
         (default, the paper's), or `max`, the largest of them. With tsp_layer=auto the default
         makes way for what was measured to keep answers at an earlier layer.
+    after: generated tokens whose queries score the keys for retention, too. Until they are in,
+        every entry stays that a layer has computed; they themselves always stay (default 0; at most
+        64 with the window). Tokens that go on are chosen when the prompt is in, by the window.
     """
 
     name: ClassVar[str] = "fastkv"
@@ -63,6 +73,7 @@ class FastKV(Propagate, RetainByWindow):
     )
     slides: ClassVar[bool] = True
     selects_at: ClassVar[str] = "tsp_layer"
+    selects_early: ClassVar[bool] = True
     to_measure: ClassVar[Measurement] = Measurement(
         "tsp_layer", "auto", "tsp_reduction", "tsp_rate"
     )
@@ -71,9 +82,11 @@ class FastKV(Propagate, RetainByWindow):
     tsp_rate: float | None = optional(rate(DEFAULT_TSP_RATE))
     tsp_reduction: str = choice("sum", tuple(WINDOW_FAMILIES))
     tsp_floor: int | None = optional(integer(at_least=0))
+    after: int = integer(0, at_least=0, at_most=MAX_WINDOW - 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_window(self, "after", self.window, self.after)
         set_own_floor(self, "tsp_floor", self.kv_floor)
         # Left open it is the measurement's as the layer is; where a layer is given it is known.
         if self.tsp_rate is None and self.tsp_layer != "auto":
@@ -113,6 +126,10 @@ class FastKV(Propagate, RetainByWindow):
         """Tokens of a prompt that go on, the window included."""
         floor = floor_of(self.tsp_floor, self.kv_floor)
         return share_of(prompt_len, self.token_rate, max(self.window, floor))
+
+    @property
+    def keeps_by(self) -> ScoreSpec:
+        return waiting_for(super().keeps_by, self.after)
 
     @property
     def selects_by(self) -> ScoreSpec:

@@ -97,18 +97,13 @@ class SnapKV(RetainByWindow):
                 f"{self.name}: after and lookahead both say which tokens behind the prompt score "
                 "its keys; keep one"
             )
-        for key in ("after", "lookahead"):
-            if self.window + getattr(self, key) > MAX_WINDOW:
-                raise PolicyError(
-                    f"{self.name}: window and {key} are at most {MAX_WINDOW} tokens together, got "
-                    f"{self.window} and {getattr(self, key)}"
-                )
+        check_window(self, "after", self.window, self.after)
+        check_window(self, "lookahead", self.window, self.lookahead)
 
     @property
     def keeps_by(self) -> ScoreSpec:
-        by = super().keeps_by
-        window = by.window + self.after + self.lookahead
-        return replace(by, window=window, generated=self.after, drafted=self.lookahead)
+        by = waiting_for(super().keeps_by, self.after)
+        return replace(by, window=by.window + self.lookahead, drafted=self.lookahead)
 
     def num_drafted(self, prompt_len: int) -> int:
         return self.lookahead if self.cap(prompt_len) < prompt_len else 0
@@ -154,6 +149,23 @@ def check_budget(method: Retain, kv_budget: int | None, window: int) -> None:
             f"{method.name}: kv_budget must be at least the window of {window} tokens, "
             f"got {kv_budget}"
         )
+
+
+def check_window(method: Retain, key: str, window: int, more: int) -> None:
+    """Raises PolicyError if the window is too long with `more` tokens behind the prompt.
+
+    key: the parameter that asks for these.
+    """
+    if window + more > MAX_WINDOW:
+        raise PolicyError(
+            f"{method.name}: window and {key} are at most {MAX_WINDOW} tokens together, got "
+            f"{window} and {more}"
+        )
+
+
+def waiting_for(by: ScoreSpec, generated: int) -> ScoreSpec:
+    """`by` with so many generated tokens behind the prompt's window."""
+    return replace(by, window=by.window + generated, generated=generated)
 
 
 def cap_of(

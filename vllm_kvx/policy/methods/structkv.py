@@ -23,9 +23,11 @@ from vllm_kvx.policy.methods.snapkv import (
     MAX_WINDOW,
     cap_of,
     check_budget,
+    check_window,
     floor_of,
     set_own_floor,
     set_share,
+    waiting_for,
 )
 from vllm_kvx.policy.parameters import (
     PolicyError,
@@ -79,6 +81,10 @@ class StructKV(Propagate, Retain):
         keep the same entries, added up over them. Centrality and whole blocks go by attention.
     window: last prompt tokens, whose queries score the keys and which always stay (default
         8, at most 64).
+    after: generated tokens whose queries score the keys for retention, too. Until they are in,
+        every entry stays that a layer has computed; they themselves always stay (default 0; at most
+        64 with the window; with a fixed pivot and granularity=token). Tokens that go on are chosen
+        when the prompt is in, by the window.
     decay: weight of the layers below in the centrality, in (0, 1] (default 0.9).
     struct_reduction: how the weights of heads and window queries become the saliency that
         centrality adds up: `sum` (default, Eq. 2), or `max`, the largest of them. Retention of
@@ -98,6 +104,7 @@ class StructKV(Propagate, Retain):
     needs: ClassVar[str] = "the model's pivot, which `vllm-kvx calibrate` or a first start measures"
     slides: ClassVar[bool] = True
     selects_at: ClassVar[str] = "pivot"
+    selects_early: ClassVar[bool] = True
     to_measure: ClassVar[Measurement] = Measurement("pivot", "calibrated", "struct_reduction")
 
     pivot: int | str = integer("calibrated", at_least=0, words=("calibrated", "online"))
@@ -111,6 +118,7 @@ class StructKV(Propagate, Retain):
     kernel: int | None = optional(integer(odd=True, at_most=MAX_KERNEL))
     score: str | None = optional(window_score())
     window: int = integer(8, at_most=MAX_WINDOW)
+    after: int = integer(0, at_least=0, at_most=MAX_WINDOW - 1)
     decay: float = rate(0.9)
     struct_reduction: str = choice("sum", tuple(WINDOW_FAMILIES))
     entropy_weight: float = weight(0.2)
@@ -138,6 +146,13 @@ class StructKV(Propagate, Retain):
             raise PolicyError(
                 "structkv: score says what single entries are retained by, and granularity=block "
                 "ranks whole blocks by centrality; leave out score or use granularity=token"
+            )
+        check_window(self, "after", self.window, self.after)
+        if self.after and (self.unit == "block" or self.pivot == "online"):
+            raise PolicyError(
+                "structkv: after waits for generated tokens with granularity=token and a fixed "
+                "pivot alone; leave it out, or use pivot=calibrated or pivot=<int> with "
+                "granularity=token"
             )
         # Blocks leave no choice, so that there is one name for them.
         entries = self.unit == "entry"
@@ -257,7 +272,8 @@ class StructKV(Propagate, Retain):
             return self.selects_by
         assert self.kernel is not None and self.score is not None
         shared = self.heads == "shared"
-        return retained_by(self.score, self.window, self.kernel, over_heads=shared)
+        by = retained_by(self.score, self.window, self.kernel, over_heads=shared)
+        return waiting_for(by, self.after)
 
     @property
     def unit(self) -> Literal["entry", "block"]:

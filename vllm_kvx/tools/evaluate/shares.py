@@ -36,9 +36,8 @@ def shares_of(
     Layers that are found while the prompt runs count as the highest that may be, and those that a
     server may split (``worker/split_layers``) as whole.
     """
-    if generated is not None and generated <= policy.num_generated:
-        # The last token is never run. What waits for tokens neither propagates nor retrieves.
-        return Shares(1.0, 1.0, 1.0)
+    # The last token is never run.
+    ends_early = generated is not None and generated <= policy.num_generated
     selection = policy.selection(prompt_len, num_layers)
     kept = read = rows = 0
     for layer in range(num_layers):
@@ -48,7 +47,9 @@ def shares_of(
             rows += prompt_len - skipped_of(policy, prompt_len, layer).size
         if layer in sliding:
             continue
-        stored = storage_of(policy, prompt_len, layer, block_size, num_layers).kept
+        storage = storage_of(policy, prompt_len, layer, block_size, num_layers)
+        # All of what the layer computed, where nothing was dropped.
+        stored = prompt_len - storage.waiting.size if ends_early else storage.kept
         kept += stored
         retrieve = policy.retrieve
         if retrieve is None or layer < DENSE_LAYERS or stored < retrieve.floor(0):

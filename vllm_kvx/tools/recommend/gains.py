@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_kvx.errors import ToolError
+from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.tools.ideal.devices import DEVICES, Device, device_of
 from vllm_kvx.tools.ideal.shape import Shape
@@ -130,9 +131,9 @@ def server_of(
 def gains_of(policy: str, workload: Workload, server: Server) -> Gains | None:
     """What a policy gains; None where its name leaves a layer to measurement.
 
-    With `after=n` the first n tokens of an answer read all entries, and the pool holds all of them
-    until then: on average a request takes that much more of it. With `lookahead=n` a prompt is
-    read n times more before the first token, beside nothing else.
+    With `after=n` the first n tokens of an answer read all entries that were computed, and the pool
+    holds all of them until then: on average a request takes that much more of it. With
+    `lookahead=n` a prompt is read n times more before the first token, beside nothing else.
     """
     shape, length, output = server.shape, workload.input, workload.output
     work = work_in(shape, policy, length)
@@ -140,7 +141,11 @@ def gains_of(policy: str, workload: Workload, server: Server) -> Gains | None:
         return None
     full = with_windows(full_work(shape.full_layers, length), shape, length)
     parsed, kv = parse_policy(policy), server.kv_bytes
-    waits = min(parsed.num_generated, output)
+    waits, meanwhile = min(parsed.num_generated, output), full
+    if waits and parsed.propagate is not None:
+        propagated = work_in(shape, str(_propagation_of(parsed)), length)
+        assert propagated is not None
+        meanwhile = propagated
 
     def seconds_of(each: Work, batch: int, generated: float = 0) -> float:
         """Of a decode step."""
@@ -148,11 +153,11 @@ def gains_of(policy: str, workload: Workload, server: Server) -> Gains | None:
         return read / server.device.bandwidth
 
     batch = int(batch_of(shape, full, output, server.pool, workload.concurrency))
-    whole, steps = (seconds_of(each, batch, output / 2) for each in (full, work))
+    whole, early, steps = (seconds_of(each, batch, output / 2) for each in (full, meanwhile, work))
     prompts = [prefill_flops(shape, each, kv) / server.device.flops for each in (full, work)]
     drafts = parsed.num_drafted(length) * seconds_of(full, 1)
     stored = [sum(each.stored) for each in (full, work)]
-    held = stored[1] + waits / output * (stored[0] - stored[1])
+    held = stored[1] + waits / output * (sum(meanwhile.stored) - stored[1])
     pool = server.pool
     requests = [
         least_time(
@@ -162,10 +167,20 @@ def gains_of(policy: str, workload: Workload, server: Server) -> Gains | None:
         )
         for each, entries in ((full, pool), (work, pool * stored[1] / held))
     ]
-    waiting = waits * (seconds_of(full, 1) - seconds_of(work, 1))
+    waiting = waits * (seconds_of(meanwhile, 1) - seconds_of(work, 1))
     return Gains(
         ttft=prompts[0] / (prompts[1] + drafts),
-        tpot=whole * output / (waits * whole + (output - waits) * steps),
+        tpot=whole * output / (waits * early + (output - waits) * steps),
         pool=stored[0] / held,
         requests=requests[0] / (requests[1] + waiting + drafts),
     )
+
+
+def _propagation_of(policy: KVPolicy) -> KVPolicy:
+    """What a policy propagates, with all that is computed retained."""
+    part = policy.propagate
+    assert part is not None
+    if "retain" in part.axes:
+        given = {key: value for key, value in part.parameters().items() if key != "kv_budget"}
+        part = type(part)(**{**given, "kv_rate": 1.0})
+    return KVPolicy.of([part])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vllm_kvx.policy.axes import Positions, Retain, ScoreSpec, Selection
@@ -32,6 +33,9 @@ class PromptState:
         slot: where its window's queries are kept while it is spread over chunks or these tokens.
         stats_row: its policy's row in the counters. skipped: layer-tokens that its chunks left out.
         split_layers: the layers that are split on this server.
+        then: its state once its tokens are chosen, where retention waits for more of them; `slot`
+            is the same. None where one step does both, or neither is done.
+        follows: it is such a state: stages above the choice hold the chosen tokens alone.
     """
 
     req_id: str
@@ -45,6 +49,8 @@ class PromptState:
     stats_row: int = 0
     skipped: int = 0
     split_layers: frozenset[int] = frozenset()
+    then: "PromptState | None" = None
+    follows: bool = False
 
     @classmethod
     def of(
@@ -65,12 +71,23 @@ class PromptState:
             return None
         selection = policy.selection(prompt_len, num_layers)
         settles_at = prompt_len + policy.num_generated
+        then = None
+        if all(s.chosen_at is not None for s in storages):
+            if any(s.compacts for s in storages):
+                later = [s.once_chosen for s in storages]
+                then = cls(req_id, settles_at, starts, later, None, policy.retain, follows=True)
+            storages, settles_at = [s.until_chosen for s in storages], prompt_len
         drafted = policy.num_drafted(prompt_len)
         state = cls(req_id, settles_at, starts, storages, selection, policy.retain, drafted)
         if not any(map(state.drops, range(len(starts)))):
             state.retain = None
-        state.split_layers = split_layers
+        state.split_layers, state.then = split_layers, then
         return state
+
+    @property
+    def cut_to(self) -> list[Storage]:
+        """What block tables hold from its last step on, by stage; empty if they hold all still."""
+        return self.storages if self.then is None else []
 
     @property
     def by(self) -> ScoreSpec | Positions | None:
@@ -121,7 +138,7 @@ class PromptState:
         Where it is split they store every row, and run those that go on.
         """
         stage = sum(start <= layer for start in self.starts) - 1
-        return not self.is_online and self.storages[stage].prefill.size == 0
+        return self.follows or (not self.is_online and self.storages[stage].prefill.size == 0)
 
     def is_resumed(self, stage: int) -> bool:
         """Whether the chosen tokens run the stage's layers, which then hold those alone."""
@@ -154,7 +171,9 @@ class PromptState:
         """
         num_keys, selection = self.settles_at, self.selection
         kept = tuple(
-            num_keys if self.is_resumed(stage) or storage.prefill.size else storage.kept
+            storage.kept
+            if self.follows or not (self.is_resumed(stage) or storage.prefill.size)
+            else num_keys
             for stage, storage in enumerate(self.storages)
         )
         return PassPrompt(
@@ -171,6 +190,7 @@ class PromptState:
             last=selection.last if selection is not None else 0,
             by=self.by,
             kept=kept,
+            held=tuple(storage.rows for storage in self.storages) if self.follows else (),
             ranked_after=self.retain.ranked_after() if self.retain is not None else None,
             blocks=self._blocks() if self.by_block else (),
             measures=self.is_online,
@@ -254,13 +274,14 @@ class PromptChunk:
     def splits_window(self) -> bool:
         """Whether a part of the window, not all of it, is in this chunk.
 
-        Drafted tokens are the rest of it.
+        Drafted tokens are the rest of it, or generated ones.
         """
         window = self.state.window
         window_start = self.state.settles_at - window
         if not window or self.end <= window_start:
             return False
-        return self.begin > window_start or not self.is_last or self.state.drafted > 0
+        is_more = self.state.drafted > 0 or self.state.then is not None
+        return self.begin > window_start or not self.is_last or is_more
 
 
 @dataclass
@@ -296,16 +317,35 @@ class ChunkPlan:
         if chunk.splits_window:
             window_start = state.settles_at - state.window
             begin = max(chunk.begin, window_start)
-            assert state.slot is not None
-            self.window_rows.append(np.arange(begin, chunk.end) - chunk.begin + first_row)
-            self.window_places.append(np.arange(begin, chunk.end) - window_start)
-            self.window_slots.append(np.full(chunk.end - begin, state.slot))
-            rows = self.windows_by_policy
-            rows[state.stats_row] = rows.get(state.stats_row, 0) + chunk.end - begin
+            places = np.arange(begin, chunk.end) - window_start
+            self._keep(state, places, begin - chunk.begin + first_row)
         if chunk.is_last and not state.drafted:
             self.prompts.append(
                 state.in_direct_pass(chunk.batch_index, first_row, chunk.begin, chunk.splits_window)
             )
+
+    def keep_window(self, state: PromptState, end_row: int) -> None:
+        """Keeps the queries of a prompt's window, whose rows end before `end_row` of the pass."""
+        self._keep(state, np.arange(state.window), end_row - state.window)
+
+    def _keep(self, state: PromptState, places: np.ndarray, first_row: int) -> None:
+        """Keeps the queries of rows from `first_row` on at these places of the window."""
+        assert state.slot is not None
+        count, rows = len(places), self.windows_by_policy
+        self.window_rows.append(np.arange(first_row, first_row + count))
+        self.window_places.append(places)
+        self.window_slots.append(np.full(count, state.slot))
+        rows[state.stats_row] = rows.get(state.stats_row, 0) + count
+
+    def windows(self, device: torch.device) -> WindowRows | None:
+        """The queries to keep, on the device; None if there are none."""
+        if not self.window_rows:
+            return None
+        rows, slots, places = (
+            to_device(np.concatenate(parts), device)
+            for parts in (self.window_rows, self.window_slots, self.window_places)
+        )
+        return WindowRows(rows, slots, places, self.windows_by_policy)
 
     def work(
         self,
@@ -315,63 +355,5 @@ class ChunkPlan:
         waits: bool = False,
     ) -> PassWork | None:
         """Its work beside the pass's layers; see ``PassWork.of``."""
-        windows = None
-        if self.window_rows:
-            rows, slots, places = (
-                to_device(np.concatenate(parts), memory.device)
-                for parts in (self.window_rows, self.window_slots, self.window_places)
-            )
-            windows = WindowRows(rows, slots, places, self.windows_by_policy)
+        windows = self.windows(memory.device)
         return PassWork.of(self.prompts, windows, block_tables, memory, earlier, waits)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Chosen tokens [begin, end) of one prompt, counted among its chosen tokens."""
-
-    chunk: PromptChunk
-    begin: int
-    end: int
-
-    @property
-    def is_last(self) -> bool:
-        selection = self.chunk.state.selection
-        return selection is not None and self.end == selection.count
-
-
-def pack_selected(chunks: Sequence[PromptChunk], max_tokens: int) -> list[list[Piece]]:
-    """Passes of at most `max_tokens` rows over the chosen tokens of these prompts, in order.
-
-    A prompt's window stays in one pass, since its queries score the keys there.
-    """
-    sizes = []
-    for chunk in chunks:
-        assert chunk.state.selection is not None
-        sizes.append((chunk.state.selection.count, chunk.state.window))
-    return [
-        [Piece(chunks[i], begin, end) for i, begin, end in pieces]
-        for pieces in pack(sizes, max_tokens)
-    ]
-
-
-def pack(sizes: Sequence[tuple[int, int]], max_tokens: int) -> list[list[tuple[int, int, int]]]:
-    """Passes of at most `max_tokens` rows over prompts of (rows, window), in order.
-
-    Each has pieces (prompt, begin, end); the last `window` rows of a prompt are in one pass.
-    """
-    passes: list[list[tuple[int, int, int]]] = []
-    room = 0
-    for index, (total, window) in enumerate(sizes):
-        begin = 0
-        while begin < total:
-            end = min(begin + room, total)
-            if 0 < total - end < window:
-                end = total - window
-            if end <= begin:
-                passes.append([])
-                room = max_tokens
-                continue
-            passes[-1].append((index, begin, end))
-            room -= end - begin
-            begin = end
-    return passes

@@ -21,7 +21,8 @@ from vllm_kvx.equations.pivot import transition_is_behind
 from vllm_kvx.models.passes import BatchRows, Pass, RequestRows, Source, Stashed, ToOutput, ToStash
 from vllm_kvx.policy.axes import OnlineRule
 from vllm_kvx.worker.batch import to_device
-from vllm_kvx.worker.prefill.chunks import ChunkPlan, PromptChunk, PromptState, pack
+from vllm_kvx.worker.prefill.chunks import ChunkPlan, PromptChunk, PromptState
+from vllm_kvx.worker.prefill.packing import pack
 from vllm_kvx.worker.prefill.scoring import PassPrompt
 from vllm_kvx.worker.prefill.selected_passes import PassMaker
 from vllm_kvx.worker.prefill.stash import Stash

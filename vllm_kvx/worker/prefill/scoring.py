@@ -80,7 +80,8 @@ class PassPrompt:
             layer that chooses, how many, and the last ones among them; None, where the pass chooses
             none. A layer that the pass does not have means that the choice is made elsewhere.
         by: what retention goes by; None if no entry goes in this pass.
-        kept: by stage, the entries that stay; `num_keys` where all do.
+        kept: by stage, the entries that stay; all that there are where none goes.
+        held: by stage, the entries that there are; empty where they are `num_keys` in each.
         ranked_after: the layer after which whole blocks are ranked; None where entries stay.
         blocks: by stage, as ``Centrality.rank_blocks`` takes it.
         measures: see ``KeyScoring``.
@@ -100,14 +101,21 @@ class PassPrompt:
     last: int = 0
     by: ScoreSpec | Positions | None = None
     kept: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
     ranked_after: int | None = None
     blocks: tuple[tuple[int, bool], ...] = ()
     measures: bool = False
     drafted: int = 0
     stats_row: int = 0
 
+    def in_stage(self, stage: int) -> "PassPrompt":
+        """The prompt as layers of a stage see it, `num_keys` being theirs."""
+        return replace(self, num_keys=self.held[stage], held=()) if self.held else self
+
     def scorings(self, layer: int, stage: int) -> list[KeyScoring]:
         """What a layer scores of this prompt."""
+        if self.held:
+            return self.in_stage(stage).scorings(layer, stage)
         wanted = []
         by = self.select_by
         if by is not None and layer <= self.select_after:

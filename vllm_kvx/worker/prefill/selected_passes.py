@@ -29,9 +29,10 @@ from vllm_kvx.policy.storage import STASH_PAGE
 from vllm_kvx.worker.batch import PassBatch, to_device
 from vllm_kvx.worker.decode.step import RetrievalPass
 from vllm_kvx.worker.layer_hooks import LayerHooks
-from vllm_kvx.worker.prefill.chunks import ChunkPlan, Piece, PromptChunk, pack_selected
+from vllm_kvx.worker.prefill.chunks import ChunkPlan, PromptChunk
+from vllm_kvx.worker.prefill.packing import Piece, pack_selected
 from vllm_kvx.worker.prefill.score_and_move import PassWork, PrefillBuffers
-from vllm_kvx.worker.prefill.scoring import PassPrompt
+from vllm_kvx.worker.prefill.scoring import PassPrompt, WindowRows
 from vllm_kvx.worker.prefill.sliding_passes import PassesOfWindows
 from vllm_kvx.worker.prefill.split_layer import SplitLayer
 from vllm_kvx.worker.prefill.stash import Stash
@@ -256,7 +257,7 @@ class PassMaker:
         ends = np.array([piece.end for piece in pieces], dtype=np.int32)
         stage = sum(start <= first + is_split for start in self.stages) - 1
         # Pages are read here: by the time the pass runs they may have another owner on the host.
-        pages = []
+        pages, kept = [], self._windows(pieces)
         if first:
             assert self.stash is not None
             pages = [self.stash.pages(piece.chunk.state.req_id) for piece in pieces]
@@ -300,7 +301,7 @@ class PassMaker:
                 positions,
                 metadata,
                 slots,
-                self.hooks_for(prompts, step.block_tables, earlier, first + is_split),
+                self.hooks_for(prompts, step.block_tables, earlier, first + is_split, kept),
             )
 
         return make
@@ -311,10 +312,20 @@ class PassMaker:
         block_tables: Sequence[Tensor],
         earlier: PassWork | None = None,
         first: int = 0,
+        windows: WindowRows | None = None,
     ) -> _Beside:
         """The hooks' context for these prompts; see ``PassWork``."""
-        work = PassWork.of(prompts, None, block_tables, self.memory, earlier, first=first)
+        work = PassWork.of(prompts, windows, block_tables, self.memory, earlier, first=first)
         return self.hooks.during(work)
+
+    def _windows(self, pieces: Sequence[Piece]) -> WindowRows | None:
+        """The queries of these chosen tokens that retention needs, which waits for more of them."""
+        plan, row = ChunkPlan(), 0
+        for piece in pieces:
+            row += piece.end - piece.begin
+            if piece.is_last and piece.chunk.state.then is not None:
+                plan.keep_window(piece.chunk.state, row)
+        return plan.windows(self.device)
 
     def _ids(self, requests: np.ndarray, counts: np.ndarray, positions: Tensor) -> Tensor:
         """(N,) int32 token ids at `positions` of requests, `counts` of each."""

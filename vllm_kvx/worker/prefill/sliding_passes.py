@@ -16,7 +16,7 @@ from vllm_kvx.models.passes import AttnMetadata
 from vllm_kvx.ops.prompt.sliding_rows import Carried, SlidingRows
 from vllm_kvx.worker.batch import to_device
 from vllm_kvx.worker.layer_hooks import LayerHooks
-from vllm_kvx.worker.prefill.chunks import Piece
+from vllm_kvx.worker.prefill.packing import Piece
 
 
 class PassesOfWindows:
