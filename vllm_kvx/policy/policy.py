@@ -108,6 +108,12 @@ class KVPolicy:
     def check_composition(self) -> None:
         """Raise PolicyError if its methods cannot work together."""
         propagate, retain = self.propagate, self.retain
+        for part in self.parts:
+            if getattr(part, "after", 0) and "retain" not in part.axes:
+                raise PolicyError(
+                    f"{part} retains all, and after= says what retention waits for: write after= "
+                    "in the method that retains, lower kv_rate, or leave it out"
+                )
         waits = self.num_generated > 0
         if waits and self.retrieve is None and propagate is not None:
             waits = not propagate.selects_early

@@ -76,6 +76,7 @@ def test_those_that_gain_most_come_first() -> None:
         ("snapkv:kv_rate=1", {}, "what the others are compared with"),
         ("auto", {}, "a server chooses one"),
         ("snapkv:kv_rate=0.2,after=32", {}, "drops nothing before 32 tokens"),
+        ("fastkv:tsp_layer=15,kv_rate=0.2,after=8", {}, "is not told apart here"),
         ("snapkv:kv_rate=0.2", {"kv_cache_dtype": "int8_per_token_head"}, "it drops or moves"),
         ("snapkv:lookahead=32", {"config": LLAMA | MROPE}, "cannot look ahead"),
         (
