@@ -18,7 +18,7 @@ SEEDS = options.seeds()
 # of lossy answers in the cache (1055), chunks that no block's end lets through (1), adapters of
 # running prompts that get no tokens in a step ("afteradapters", 0). Seeds with a prefix cache.
 TELLING = {"block": (3, 7), "speed1": (1, 3), "windows": (1055,), "fierstates": (1,)}
-TELLING |= {"sharedevents": (1,), "fierdraftsevents": (2,)}
+TELLING |= {"sharedevents": (2,), "fierdraftsevents": (2,)}
 # Of those that draft tokens, the ones with every kind of pass, the ones that retrieve, and the ones
 # that draft for themselves. What tells "checkpoints" from others scenarios show.
 DRAFTS_BY_DAY = ("fastkvdrafts", "fierdrafts", "owndrafts")

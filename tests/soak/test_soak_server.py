@@ -27,6 +27,7 @@ from soak.client import MODEL, ask, body, run_alone, samples, short_turn, tree
 from soak.memory import Series
 from soak.plan import (
     BLOCK,
+    KV_GROUPS,
     MAX_LEN,
     ROOM,
     SERVER_POLICY,
@@ -48,7 +49,14 @@ COMPARED = 10
 FLAGS = [
     *(str(CHECKPOINT), "--served-model-name", MODEL, "--kv-policy", SERVER_POLICY),
     *("--additional-config", json.dumps({"kv_layout": ROOM, "kv_debug": True})),
-    *("--num-gpu-blocks-override", "46", "--max-num-seqs", "8", "--max-num-batched-tokens", "192"),
+    *(
+        "--num-gpu-blocks-override",
+        str(23 * KV_GROUPS),
+        "--max-num-seqs",
+        "8",
+        "--max-num-batched-tokens",
+        "192",
+    ),
     *("--no-scheduler-reserve-full-isl", "--max-model-len", str(MAX_LEN)),
     *("--dtype", "float32", "--block-size", str(BLOCK), "--enforce-eager"),
 ]

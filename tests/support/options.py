@@ -17,7 +17,8 @@ def add(parser: pytest.Parser) -> None:
     group.addoption("--turns", type=int, metavar="N", help="of sessions, simulated or on an engine")
     group.addoption("--requests", type=int, metavar="N", help="of the soak (default: 120)")
     group.addoption("--soak-adapters", type=int, metavar="N", help="LoRA adapters of the soak")
-    group.addoption("--soak-drafts", type=int, metavar="K", help="tokens the soak drafts a step")
+    drafts = "tokens the soak drafts a step, by ngram or, as kvx:K, by the model itself"
+    group.addoption("--soak-drafts", metavar="[METHOD:]K", help=drafts)
     group.addoption("--soak-output", metavar="FILE", help="where the soak writes its figures")
 
 
@@ -60,9 +61,17 @@ def soak_adapters() -> int:
     return _given.get("soak_adapters") or 0
 
 
-def soak_drafts() -> int:
-    """How many tokens ``ngram`` drafts a step of the soak's load; 0 unless told."""
-    return _given.get("soak_drafts") or 0
+def soak_drafts() -> tuple[str, int]:
+    """What drafts in the soak's load, and how many tokens a step; 0 unless told.
+
+    Raises:
+        pytest.UsageError: what was given is neither a number nor a method and one.
+    """
+    given: str = _given.get("soak_drafts") or "0"
+    method, _, count = given.rpartition(":")
+    if method not in ("", "ngram", "kvx") or not count.isdecimal():
+        raise pytest.UsageError(f"--soak-drafts {given}: give K, ngram:K or kvx:K")
+    return method or "ngram", int(count)
 
 
 def soak_output() -> str | None:
