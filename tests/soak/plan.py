@@ -39,9 +39,13 @@ _OF_TWO_STAGES = (
     "snapkv:kv_rate=0.5,kv_floor=0+fier-64:dense_below=0",
 )
 _WHOLE = ("full", "fier-64:dense_below=0", "fier-96:dense_below=0", "fier-128:dense_below=200")
-POLICIES = _WHOLE if DRAFTS_ITSELF else _OF_TWO_STAGES
+# Those that propagate refuse KV cache events.
+_OF_ONE_STAGE = tuple(
+    name for name in _OF_TWO_STAGES if not name.startswith(("speed", "fastkv", "structkv"))
+)
 # Layers above the split have blocks of their own.
-KV_GROUPS = 1 if DRAFTS_ITSELF else 2
+KV_GROUPS = 1 if DRAFTS_ITSELF or options.soak_events() else 2
+POLICIES = _WHOLE if DRAFTS_ITSELF else _OF_ONE_STAGE if KV_GROUPS == 1 else _OF_TWO_STAGES
 SERVER_POLICY, ROOM = POLICIES[1], (*POLICIES[0:1], *POLICIES[2:])
 
 
@@ -63,6 +67,16 @@ def with_drafts() -> dict[str, Any]:
     method, count = options.soak_drafts()
     config = own_drafts(count) if method == "kvx" else speculative(count)
     return {"speculative_config": config} if count else {}
+
+
+def with_events() -> dict[str, Any]:
+    """The options of an engine whose KV cache events are read."""
+    from vllm.config import KVEventsConfig
+
+    if not options.soak_events():
+        return {}
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    return {"kv_events_config": config}
 
 
 @dataclass

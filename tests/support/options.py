@@ -19,12 +19,14 @@ def add(parser: pytest.Parser) -> None:
     group.addoption("--soak-adapters", type=int, metavar="N", help="LoRA adapters of the soak")
     drafts = "tokens the soak drafts a step, by ngram or, as kvx:K, by the model itself"
     group.addoption("--soak-drafts", metavar="[METHOD:]K", help=drafts)
+    events = "an engine of the soak publishes KV cache events"
+    group.addoption("--soak-events", action="store_true", help=events)
     group.addoption("--soak-output", metavar="FILE", help="where the soak writes its figures")
 
 
 def read(config: pytest.Config) -> None:
     """Keeps what `config` was called with."""
-    soak = ("soak_adapters", "soak_drafts", "soak_output")
+    soak = ("soak_adapters", "soak_drafts", "soak_events", "soak_output")
     for name in ("nightly", "seeds", "turns", "requests", *soak):
         _given[name] = config.getoption(name)
 
@@ -72,6 +74,11 @@ def soak_drafts() -> tuple[str, int]:
     if method not in ("", "ngram", "kvx") or not count.isdecimal():
         raise pytest.UsageError(f"--soak-drafts {given}: give K, ngram:K or kvx:K")
     return method or "ngram", int(count)
+
+
+def soak_events() -> bool:
+    """Whether the soak's engine publishes KV cache events, under policies that allow it."""
+    return bool(_given.get("soak_events"))
 
 
 def soak_output() -> str | None:
