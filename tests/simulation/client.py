@@ -10,6 +10,7 @@ from vllm.v1.request import Request
 
 from simulation.engine import Engine
 from simulation.server import Case, Server
+from simulation.traffic import lora_request
 from vllm_kvx.config.settings import POLICY_KEY
 
 # Of a server in which nothing is short.
@@ -41,9 +42,18 @@ class Client:
         self._steps = self._sent = 0
 
     def send(
-        self, name: str, policy: str, prompt: Sequence[int], answer: int = 2, priority: int = 0
+        self,
+        name: str,
+        policy: str,
+        prompt: Sequence[int],
+        answer: int = 2,
+        priority: int = 0,
+        adapter: int = 0,
     ) -> None:
-        """prompt: token ids below ``VOCAB``. answer: how many tokens it has."""
+        """prompt: token ids below ``VOCAB``. answer: how many tokens it has.
+
+        adapter: see ``Text``.
+        """
         params = SamplingParams(
             max_tokens=answer, ignore_eos=True, temperature=0.0, extra_args={POLICY_KEY: policy}
         )
@@ -55,6 +65,7 @@ class Client:
                 params,
                 None,
                 arrival_time=float(self._sent),
+                lora_request=lora_request(adapter),
                 block_hasher=self._hasher,
                 priority=priority,
             )

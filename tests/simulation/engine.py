@@ -1,7 +1,7 @@
 """Scheduler and worker of a server, driven a step at a time."""
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import MagicMock
@@ -16,7 +16,9 @@ from vllm.v1.request import Request, RequestStatus
 from simulation.blocks import check_blocks, check_windows
 from simulation.cache import Mismatch
 from simulation.queue import Queue
-from simulation.server import Case, Server
+from simulation.router import Router
+from simulation.server import NUM_LAYERS, Case, Server
+from simulation.traffic import Text
 from simulation.worker import Worker
 from vllm_kvx.cache.scheduler import AsyncPolicyScheduler, PolicyScheduler
 
@@ -32,7 +34,7 @@ class Engine:
     Attributes:
         live: requests that have not ended, by id. finished: how many have. preempted: how often
             any was.
-        queue: see ``Queue``.
+        queue: see ``Queue``. router: see ``Router``; None if no events are published.
     """
 
     def __init__(
@@ -53,13 +55,19 @@ class Engine:
             log_stats=False,
         )
         self.queue = Queue(self.scheduler, server, case)
+        # What a server without a prefix cache publishes is nothing.
+        self.router: Router | None = None
+        if server.events and case.shares_prefixes:
+            self.router = Router(self.scheduler, self.worker.cache, NUM_LAYERS)
         self.live: dict[str, None] = {}
         self.finished = self.preempted = 0
         self._unreported: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
 
     def add(self, request: Request) -> None:
         """A client sends it."""
-        self.worker.expect(request.request_id, request.cache_salt)
+        lora = request.lora_request
+        text = Text([], request.cache_salt, 0 if lora is None else lora.lora_int_id)
+        self.worker.expect(request.request_id, text)
         self.scheduler.add_request(request)
         self.live[request.request_id] = None
 
@@ -90,6 +98,8 @@ class Engine:
         check_windows(self.scheduler, output, processed)
         self.preempted += len(output.preempted_req_ids or ())
         self._unreported.append((output, self.worker.execute(output)))
+        if self.router is not None:
+            self.router.check()
         return tuple(output.num_scheduled_tokens)
 
     @property
@@ -123,6 +133,12 @@ class Engine:
     def stash_pages(self) -> int:
         """Pages of the stash that prompts have."""
         return inside.used_pages(self.scheduler)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How often what happened."""
+        counts = self.worker.counts + self.queue.counts
+        return counts if self.router is None else counts + self.router.counts
 
     def advance(self) -> Sequence[str]:
         """One step, reported as late as may be; see `step`."""

@@ -2,6 +2,7 @@
 
 from simulation.drafting import DRAFTING, drafting
 from simulation.other_layers import Others
+from simulation.routed import with_adapters, with_events
 from simulation.server import Server, long
 from simulation.servers import SERVERS
 
@@ -142,4 +143,6 @@ HYBRIDS: dict[str, Server] = {
 # States cannot be taken back yet: `start_checks.WITH_DRAFTS`.
 WINDOWS = {n: server for n, server in HYBRIDS.items() if server.others and server.others.window}
 DRAFTS = {**DRAFTING, **drafting(WINDOWS)}
-EVERY = {**SERVERS, **HYBRIDS, **DRAFTS}
+ADAPTERS = with_adapters({**SERVERS, **HYBRIDS, **DRAFTS})
+EVENTS = with_events({**SERVERS, **DRAFTS})
+EVERY = {**SERVERS, **HYBRIDS, **DRAFTS, **ADAPTERS, **EVENTS}

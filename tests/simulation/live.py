@@ -1,11 +1,12 @@
 """What requests that run should have in the cache: the expectation that reads are held against.
 
 An entry is an int64. Entries of one layer are equal only if they were made of the same tokens under
-the same salt, which is what requests may share. Where a policy has left something out on the way,
-the entry is the request's own, and nobody else's is equal to it.
+the same salt and adapter, which is what requests may share. Where a policy has left something out
+on the way, the entry is the request's own, and nobody else's is equal to it.
 """
 
 import zlib
+from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -52,6 +53,22 @@ class Expected:
         self.lens[layer, request] = len(entries)
 
 
+def begin_chain(under: str) -> list[int]:
+    """What the first token follows. under: see ``Text``."""
+    return [zlib.crc32(under.encode())]
+
+
+def extend_chain(chain: list[int], tokens: Iterable[int]) -> None:
+    """Appends for each token what it and all before it are."""
+    for token in tokens:
+        chain.append(hash((chain[-1], token)))
+
+
+def shared_entries(chained: Ints, layer: int) -> Ints:
+    """What a layer makes of tokens where nothing is left out. chained: see `extend_chain`."""
+    return chained * _MIX + layer
+
+
 class Live:
     """A running request.
 
@@ -73,9 +90,10 @@ class Live:
         index: int,
         number: int,
         policy: KVPolicy,
-        salt: str | None,
+        under: str,
         storages: list[Storage],
     ) -> None:
+        """under: see ``Text``."""
         self.req_id, self.index, self.number = new.req_id, index, number
         self.policy, self.prompt_len, self.storages = policy, new.prompt_len, storages
         self.tokens, self.done = list(new.prefill_token_ids or ()), new.num_computed_tokens
@@ -86,7 +104,7 @@ class Live:
         self.is_lossy = policy.is_lossy_decode or restarts
         self.chosen: Ints | None = None
         self.queries: dict[tuple[int, int], dict[int, int]] = {}
-        self._prefixes = [zlib.crc32((salt or "").encode())]
+        self._prefixes = begin_chain(under)
 
     def __str__(self) -> str:
         return f"{self.req_id} ({self.policy}, {self.prompt_len} tokens)"
@@ -100,13 +118,12 @@ class Live:
     def shared(self, positions: Ints) -> Ints:
         """What the entries at these positions are made of, if nothing is left out before them."""
         known = self._prefixes
-        for token in self.tokens[len(known) - 1 :]:
-            known.append(hash((known[-1], token)))
+        extend_chain(known, self.tokens[len(known) - 1 :])
         return np.array(known, dtype=np.int64)[positions + 1]
 
     def entries(self, positions: Ints, layer: int, is_own: np.ndarray) -> Ints:
         """What a layer makes of the tokens at these positions. is_own: (n,) bool."""
-        shared = self.shared(positions) * _MIX + layer
+        shared = shared_entries(self.shared(positions), layer)
         return np.where(is_own, shared ^ np.array([self.number]) * _OWN, shared)
 
     def state_at(self, position: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
+from simulation.adapters import RowAdapters
 from simulation.beside import Beside, Seen
 from simulation.cache import Cache, Mismatch
 from simulation.live import Expected, Ints, Live, Made
@@ -85,13 +86,16 @@ class Model:
         splits: frozenset[int],
         others: OtherLayers,
         sliding: SlidingLayers,
+        adapters: RowAdapters,
     ) -> None:
         """live: by request state. starts: by layer, the first one of its KV stage.
 
         splits: the layers that are split: see ``worker/split_layers``.
         others: the layers that follow no policy; half of them run before all that do.
         sliding: those that slide among them.
+        adapters: which one every row has.
         """
+        self._adapters = adapters
         self._others, self._sliding = others, sliding
         self.splits = splits
         # By layer that is split: the request states whose entries this step projects in it.
@@ -110,6 +114,7 @@ class Model:
         """
         self._projected = {layer: set() for layer in self.splits}
         self._others.run(batch, slice(None, None, 2))
+        self._adapters.follow(plan.adapters, plan.passes is not None)
         passes: Iterable[Pass] | None = plan.passes
         if passes is None:
             last_layer = len(self.hooks.names)
@@ -117,9 +122,11 @@ class Model:
         rows: Rows | None = None
         final = Rows(np.full(len(batch.ids), -1), np.full(len(batch.ids), -1))
         for now in passes:
+            self._adapters.select(now.requests)
             with now.hooks:
                 rows = self._run_pass(batch, now, rows)
             self._write(batch, now, rows, final)
+        self._adapters.end_step()
         self._others.run(batch, slice(1, None, 2))
         self.beside.check_done()
         owners = np.repeat(batch.requests, np.diff(batch.starts))
@@ -131,6 +138,7 @@ class Model:
 
     def _run_pass(self, batch: Batch, now: Pass, before: Rows | None) -> Rows:
         rows = self._source(batch, now, before)
+        self._adapters.check(rows.requests)
         at = batch.positions if now.positions is None else now.positions.numpy()
         if (at != rows.positions).any():
             raise Mismatch(f"layers {now.first} to {now.last}: rows at {at}, want {rows.positions}")
@@ -216,6 +224,8 @@ class Model:
             if requests & self._projected[layer]:
                 raise Mismatch(f"{requests} are projected twice in layer {layer}")
             self._projected[layer] |= requests
+        self._adapters.select(sink.requests)
+        self._adapters.check(rows.requests)
         made = Made(self.live, rows.requests, rows.positions, False, False)
         for number in range(sink.first, sink.last):
             entries, _ = made.in_layer(number, self.starts[number])
@@ -226,6 +236,8 @@ class Model:
     def _ask(self, batch: Batch, layer: int, rows: Rows, queries: Queries) -> None:
         """What the worker does beside a layer that these rows do not run."""
         asked = rows[queries.rows.numpy()]
+        self._adapters.select(queries.requests)
+        self._adapters.check(asked.requests)
         if (asked.positions != queries.positions.numpy()).any():
             raise Mismatch(f"layer {layer}: queries of {asked.positions}, not {queries.positions}")
         with queries.hooks:

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from simulation.cache import Mismatch
-from simulation.server import NUM_LAYERS, Case, Server
+from simulation.server import LORA_SLOTS, NUM_LAYERS, Case, Server
 from vllm_kvx.config.settings import request_policy
 from vllm_kvx.policy.storage import stash_pages
 
@@ -64,6 +64,10 @@ class Queue:
             raise Mismatch(f"{used} stash pages are needed, {inside.used_pages(scheduler)} taken")
         free, ahead = self._total_pages - used, 0
         lacks = self._lacks_anything(output)
+        # Those of running requests that got no tokens, too: they may get some in the next step.
+        slots = {_adapter(request) for request in scheduler.running} - {0}
+        if len(slots) > LORA_SLOTS:
+            raise Mismatch(f"requests with adapters {slots} run in {LORA_SLOTS} slots")
         waiting = [*scheduler.kv_holding_waiting, *scheduler.waiting]
         seekers = {request.request_id for request in waiting if self._pages(request)}
         if seekers != inside.stash_seekers(scheduler):
@@ -78,7 +82,9 @@ class Queue:
             waits = pages > 0 and ahead + pages > free
             ahead += pages
             self.counts["waited for the stash"] += waits
-            if not (lacks or waits or request.num_stale_output_tokens):
+            has_slot = len(slots) < LORA_SLOTS or _adapter(request) in (0, *slots)
+            self.counts["waited for a slot"] += not has_slot
+            if not (lacks or waits or not has_slot or request.num_stale_output_tokens):
                 raise Mismatch(
                     f"{request.request_id} waits: {free} stash pages are free, it needs {pages}"
                 )
@@ -103,3 +109,7 @@ class Queue:
         selection = policy.selection(request.num_prompt_tokens, NUM_LAYERS)
         takes = selection is not None and selection.resumes_at > 0
         return stash_pages(request.num_prompt_tokens) if takes else 0
+
+
+def _adapter(request: Request) -> int:
+    return 0 if request.lora_request is None else request.lora_request.lora_int_id

@@ -49,8 +49,7 @@ class Simulation:
             if engine.must_report or (engine.has_unreported and self.rng.random() < EARLY_REPORT):
                 engine.report()
         engine.finish()
-        counts = engine.worker.counts + engine.queue.counts
-        return Outcome(self.case, engine.finished, engine.preempted, counts)
+        return Outcome(self.case, engine.finished, engine.preempted, engine.counts)
 
     def _clients(self) -> None:
         rng, engine = self.rng, self.engine

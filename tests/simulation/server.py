@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from support.configs import own_drafts, vllm_config, write_config
-from vllm.config import VllmConfig
+from vllm.config import KVEventsConfig, VllmConfig
 
 from simulation.other_layers import Others
 from vllm_kvx.cache.group_size import group_layers
@@ -15,6 +15,7 @@ from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import parse_policy
 
 NUM_LAYERS = 8
+LORA_SLOTS = 2
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Server:
     others: layers beside the `NUM_LAYERS` that follow policies.
     drafts: tokens that may be drafted for a request in a step.
     drafter: what the model reads where it drafts for itself.
+    adapters: LoRA adapters that requests may have; a step has room for `LORA_SLOTS` of them.
+    events: whether it publishes KV cache events.
     """
 
     policy: str
@@ -43,6 +46,8 @@ class Server:
     others: Others | None = None
     drafts: int = 0
     drafter: str | None = None
+    adapters: int = 0
+    events: bool = False
 
     @property
     def num_numbered(self) -> int:
@@ -78,6 +83,12 @@ class Server:
         drafter = {"method": "ngram", "num_speculative_tokens": self.drafts, "prompt_lookup_max": 2}
         if self.drafter is not None:
             drafter = own_drafts(self.drafts, self.drafter)
+        beside: dict[str, Any] = {}
+        if self.adapters:
+            beside |= dict(enable_lora=True, max_loras=LORA_SLOTS, max_lora_rank=8)
+        if self.events:
+            published = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+            beside |= dict(kv_events_config=published, enable_prefix_caching=True)
         config = vllm_config(
             write_config(directory, **others.model(NUM_LAYERS)),
             self.policy,
@@ -88,6 +99,7 @@ class Server:
             max_num_seqs=8,
             max_num_batched_tokens=max(128, self.max_len),
             speculative_config=drafter if self.drafts else None,
+            **beside,
         )
         # What vLLM refuses in arguments: the simulated attention takes blocks of any size.
         config.cache_config.block_size = self.block_size

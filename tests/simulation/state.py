@@ -163,6 +163,8 @@ class Decoder:
         by_number = dict(zip(full, self.layers, strict=True)) | dict(sliding)
         self._every = [by_number[number] for number in range(num_layers)]
         self._plan = StepPlan()
+        # vLLM's, where it serves adapters.
+        self.lora_manager: Any = None
 
     def attention_layers(self) -> list["AttentionLayer"]:
         return self.layers

@@ -2,9 +2,10 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
@@ -18,14 +19,41 @@ SALTS = (None, None, "salt")
 # The share of the prompts that are an earlier request's next turn; `Server.repeats` are one of the
 # last few.
 NEXT_TURN = 0.35
+# The share of the texts that keep their adapter; those that are new have none.
+SAME_ADAPTER = 0.4
 
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens under a cache salt; only requests with the same salt share their prefixes."""
+    """Tokens under a cache salt and an adapter; only requests with the same share their prefixes.
+
+    adapter: a number from 1 on; 0 is none.
+    """
 
     tokens: list[int]
     salt: str | None
+    adapter: int = 0
+
+    @property
+    def under(self) -> str:
+        """What its tokens' entries are made under; see `made_under`."""
+        return made_under(self.salt, name_of(self.adapter))
+
+
+def made_under(salt: str | None, adapter: str | None) -> str:
+    """Entries are made of the same only under the same: of no salt and no adapter, nothing."""
+    return (salt or "") + ("" if adapter is None else f", by {adapter}")
+
+
+def name_of(adapter: int) -> str | None:
+    """What events and requests call an adapter; None if it is none."""
+    return f"adapter {adapter}" if adapter else None
+
+
+def lora_request(adapter: int) -> LoRARequest | None:
+    """What a request with this adapter says."""
+    name = name_of(adapter)
+    return None if name is None else LoRARequest(name, adapter, f"nowhere/{name}")
 
 
 class Traffic:
@@ -38,11 +66,13 @@ class Traffic:
         self._families = [self._tokens(2 * server.max_prompt) for _ in range(4)]
         self._recent: list[Text] = []
         self._count = 0
+        # Adapters are drawn apart: a server without them gets what it got.
+        self._of_adapters = random.Random(rng.random() if server.adapters else 0)
 
     def draw(self, finished: Sequence[Text]) -> Request:
         """A new request. finished: the texts of earlier ones, whose next turn it may be."""
         rng, server = self._rng, self._server
-        text = self._prompt(finished)
+        text = self._with_adapter(self._prompt(finished))
         tokens = text.tokens[: server.max_len - 1]
         self._recent = [*self._recent[-3:], text]
         longest = server.max_len - len(tokens)
@@ -60,6 +90,7 @@ class Traffic:
             None,
             arrival_time=float(self._count),
             cache_salt=text.salt,
+            lora_request=lora_request(text.adapter),
             block_hasher=self._hasher,
             priority=rng.randrange(3) if self._by_priority else 0,
         )
@@ -69,10 +100,17 @@ class Traffic:
         if finished and kind < NEXT_TURN:
             earlier = rng.choice(finished)
             cut = max(len(earlier.tokens) - rng.randrange(7), 1)
-            return Text(earlier.tokens[:cut] + self._tokens(rng.randrange(4)), earlier.salt)
+            return replace(earlier, tokens=earlier.tokens[:cut] + self._tokens(rng.randrange(4)))
         if self._recent and NEXT_TURN < kind < NEXT_TURN + self._server.repeats:
             return rng.choice(self._recent)
         return Text(self._new_prompt(), rng.choice(SALTS))
+
+    def _with_adapter(self, text: Text) -> Text:
+        """Many a text is asked again of another adapter, or of the base model."""
+        rng = self._of_adapters
+        if not self._server.adapters or rng.random() < SAME_ADAPTER:
+            return text
+        return replace(text, adapter=rng.randrange(1 + self._server.adapters))
 
     def _new_prompt(self) -> list[int]:
         """It begins as a family does; it may be all of it, or end where a block does."""

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +18,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from benchmarks.common.pools import pool_of
+from simulation.adapters import RowAdapters
 from simulation.beside import Beside, Centrality
 from simulation.cache import Cache, Mismatch, SidecarIndex
 from simulation.live import Expected, Ints, Live, Made, storages_of
@@ -71,6 +73,7 @@ class Worker:
         self.decoder = Decoder(num_layers, sliding)
         context = vllm_config.compilation_config.static_forward_context
         context.update({layer.layer_name: layer for layer in made})
+        self.adapters = RowAdapters(vllm_config, self.decoder, rng)
         has_states = others.layers > 0 and others.is_state
         self.state = state = (StateOfHybrid if has_states else State)(vllm_config, self.decoder)
         # The layers that run first come first, so that their KV group does.
@@ -137,6 +140,7 @@ class Worker:
                 self.counts,
             ),
             self.sliding,
+            self.adapters,
         )
         if isinstance(state, StateOfHybrid):
             state.copy_state = self._carry
@@ -144,14 +148,14 @@ class Worker:
         pages.copy_in, pages.copy_out = self._states_in, self._states_out
         self._free, self._number = list(range(max_reqs)), 1
         self._num_windows = len(state.requests.free_windows)
-        self._salts: dict[str, str | None] = {}
+        self._texts: dict[str, Text] = {}
         self._ids = torch.zeros(max_reqs, state.max_model_len + 1, dtype=torch.int32)
 
     # What the model runner does.
 
-    def expect(self, req_id: str, salt: str | None) -> None:
+    def expect(self, req_id: str, text: Text) -> None:
         """A request was given to the scheduler, which does not tell the worker its salt."""
-        self._salts[req_id] = salt
+        self._texts[req_id] = text
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One step.
@@ -208,11 +212,11 @@ class Worker:
         self.cache.copy(source, target)
 
     def _add(self, new: NewRequestData) -> None:
-        index, salt = self._free.pop(), self._salts[new.req_id]
+        index, text = self._free.pop(), self._texts[new.req_id]
         policy = request_policy(self.state.settings, new.sampling_params)
         storages = storages_of(policy, new.prompt_len, self._starts, self.cache.block_size)
         self._number += 1
-        one = Live(new, index, self._number, policy, salt, storages)
+        one = Live(new, index, self._number, policy, text.under, storages)
         self.live[new.req_id] = self._by_state[index] = one
         self.began_at[new.req_id] = one.done
         self.sliding.add(one, self._starts)
@@ -222,6 +226,7 @@ class Worker:
         self.tables.append(index, new.block_ids, overwrite=True)
         self.counts["resumed"] += len(one.tokens) > one.prompt_len
         self.counts["prefix hits"] += one.done > 0
+        self.counts["hits of adapters"] += one.done > 0 and text.adapter > 0
 
     def _expect_prefix(self, one: Live) -> None:
         """What a prefix hit brings is as if the request had computed it."""
@@ -237,7 +242,7 @@ class Worker:
         if one is not None:
             del self._by_state[one.index]
             self._free.append(one.index)
-            self.finished = [*self.finished[-30:], Text(one.tokens, self._salts[req_id])]
+            self.finished = [*self.finished[-30:], replace(self._texts[req_id], tokens=one.tokens)]
 
     def _step(self, scheduled: dict[str, int], drafts: dict[str, int]) -> ModelRunnerOutput:
         names = list(scheduled)
@@ -286,6 +291,7 @@ class Worker:
 
     def _plan(self, batch: InputBatch) -> tuple[StepPlan, Batch]:
         """What the model state makes of a step, in the order of vLLM's hooks."""
+        self.adapters.begin_step([self._texts[name].adapter for name in batch.req_ids], batch)
         state, config, mode = self.state, self.kv_cache_config, self._graph_mode(batch)
         requests = batch.idx_mapping_np
         owners = np.repeat(requests, np.diff(batch.query_start_loc_np))

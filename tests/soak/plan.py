@@ -11,7 +11,7 @@ from typing import Any
 
 from support import options
 from support.adapters import RANK, make_adapter
-from support.configs import speculative
+from support.configs import own_drafts, speculative
 from support.models import LOOKUP
 from transformers import AutoTokenizer
 
@@ -20,8 +20,10 @@ from benchmarks.checkpoint.prompts import make_prompt
 LAYERS, BLOCK = 8, 32
 MAX_LEN = 640
 LONGEST_PROMPT = 460
+# The model drafts for itself where all entries stay, in all layers.
+DRAFTS_ITSELF = options.soak_drafts()[0] == "kvx"
 # Those of one layout: a split at layer 4, a stash, windows of 8, and a sidecar of 1-bit keys.
-POLICIES = (
+_OF_TWO_STAGES = (
     "full",
     "speed-4",
     "speed-4:anchors=2,tail=3",
@@ -36,6 +38,14 @@ POLICIES = (
     "speed-4+fier-96:dense_below=0",
     "snapkv:kv_rate=0.5,kv_floor=0+fier-64:dense_below=0",
 )
+_WHOLE = ("full", "fier-64:dense_below=0", "fier-96:dense_below=0", "fier-128:dense_below=200")
+# Those that propagate refuse KV cache events.
+_OF_ONE_STAGE = tuple(
+    name for name in _OF_TWO_STAGES if not name.startswith(("speed", "fastkv", "structkv"))
+)
+# Layers above the split have blocks of their own.
+KV_GROUPS = 1 if DRAFTS_ITSELF or options.soak_events() else 2
+POLICIES = _WHOLE if DRAFTS_ITSELF else _OF_ONE_STAGE if KV_GROUPS == 1 else _OF_TWO_STAGES
 SERVER_POLICY, ROOM = POLICIES[1], (*POLICIES[0:1], *POLICIES[2:])
 
 
@@ -54,8 +64,19 @@ def with_adapters() -> dict[str, Any]:
 
 def with_drafts() -> dict[str, Any]:
     """An engine's options under load; alone, requests have no drafts."""
-    count = options.soak_drafts()
-    return {"speculative_config": speculative(count)} if count else {}
+    method, count = options.soak_drafts()
+    config = own_drafts(count) if method == "kvx" else speculative(count)
+    return {"speculative_config": config} if count else {}
+
+
+def with_events() -> dict[str, Any]:
+    """The options of an engine whose KV cache events are read."""
+    from vllm.config import KVEventsConfig
+
+    if not options.soak_events():
+        return {}
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    return {"kv_events_config": config}
 
 
 @dataclass

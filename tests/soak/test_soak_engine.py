@@ -18,8 +18,10 @@ from support.engine import Engine, greedy, keep_in_process, running
 from support.models import LOOKUP
 
 from soak import report
+from soak.announced import Announced
 from soak.memory import Series
 from soak.plan import (
+    KV_GROUPS,
     MAX_LEN,
     ROOM,
     SERVER_POLICY,
@@ -29,13 +31,14 @@ from soak.plan import (
     conversations,
     with_adapters,
     with_drafts,
+    with_events,
 )
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's load")
 
 SEED = 0
-# Of KV groups together; a prompt of the greatest length needs 40.
-BLOCKS = 60
+# Of KV groups together; a request of the greatest length needs 20 in each.
+BLOCKS = 24 if KV_GROUPS == 1 else 60
 IN_FLIGHT = 24
 OPTIONS = dict(
     config={"kv_layout": list(ROOM)},
@@ -104,12 +107,15 @@ def test_answers_are_those_of_requests_alone(tmp_path: Path) -> None:
         enable_prefix_caching=True,
         scheduler_reserve_full_isl=False,  # Prompts begin that the pool cannot hold to their end.
         num_gpu_blocks_override=BLOCKS,
-        **(OPTIONS | with_adapters() | with_drafts()),
+        **(OPTIONS | with_adapters() | with_drafts() | with_events()),
     ) as engine:
+        announced = Announced(engine) if options.soak_events() else None
         memory = Series(count, ["self"], give_back)
         done, aborted = under_load(engine, talks, adapters, memory)
         preempted, stats = engine.preemptions(), engine.stats()
         blocks = engine.pool.num_gpu_blocks
+        if announced is not None:
+            announced.assert_cached()
     compared = Comparison()
     for turn, tokens in done:
         compared.add(turn, tokens)
@@ -129,6 +135,7 @@ def test_answers_are_those_of_requests_alone(tmp_path: Path) -> None:
         equal=compared.equal,
         near_ties=compared.near_ties,
         mismatches=len(compared.mismatches),
+        announced=0 if announced is None else announced.stored,
         leaked_blocks=sum(each["blocks_held"] for each in counters),
         **memory.figures(),
         seconds=round(time.monotonic() - began),

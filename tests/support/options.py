@@ -17,13 +17,16 @@ def add(parser: pytest.Parser) -> None:
     group.addoption("--turns", type=int, metavar="N", help="of sessions, simulated or on an engine")
     group.addoption("--requests", type=int, metavar="N", help="of the soak (default: 120)")
     group.addoption("--soak-adapters", type=int, metavar="N", help="LoRA adapters of the soak")
-    group.addoption("--soak-drafts", type=int, metavar="K", help="tokens the soak drafts a step")
+    drafts = "tokens the soak drafts a step, by ngram or, as kvx:K, by the model itself"
+    group.addoption("--soak-drafts", metavar="[METHOD:]K", help=drafts)
+    events = "an engine of the soak publishes KV cache events"
+    group.addoption("--soak-events", action="store_true", help=events)
     group.addoption("--soak-output", metavar="FILE", help="where the soak writes its figures")
 
 
 def read(config: pytest.Config) -> None:
     """Keeps what `config` was called with."""
-    soak = ("soak_adapters", "soak_drafts", "soak_output")
+    soak = ("soak_adapters", "soak_drafts", "soak_events", "soak_output")
     for name in ("nightly", "seeds", "turns", "requests", *soak):
         _given[name] = config.getoption(name)
 
@@ -60,9 +63,22 @@ def soak_adapters() -> int:
     return _given.get("soak_adapters") or 0
 
 
-def soak_drafts() -> int:
-    """How many tokens ``ngram`` drafts a step of the soak's load; 0 unless told."""
-    return _given.get("soak_drafts") or 0
+def soak_drafts() -> tuple[str, int]:
+    """What drafts in the soak's load, and how many tokens a step; 0 unless told.
+
+    Raises:
+        pytest.UsageError: what was given is neither a number nor a method and one.
+    """
+    given: str = _given.get("soak_drafts") or "0"
+    method, _, count = given.rpartition(":")
+    if method not in ("", "ngram", "kvx") or not count.isdecimal():
+        raise pytest.UsageError(f"--soak-drafts {given}: give K, ngram:K or kvx:K")
+    return method or "ngram", int(count)
+
+
+def soak_events() -> bool:
+    """Whether the soak's engine publishes KV cache events, under policies that allow it."""
+    return bool(_given.get("soak_events"))
 
 
 def soak_output() -> str | None:

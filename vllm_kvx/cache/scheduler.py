@@ -13,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_kvx.cache.adapter_slots import AdapterSlots
 from vllm_kvx.cache.admission import PromptAdmission
 from vllm_kvx.cache.decode_fast_path import DecodeFastPath
 from vllm_kvx.cache.draft_slots import reserve_slots
@@ -84,6 +85,8 @@ class _PolicyScheduling(_Base):
         if self.connector is not None:
             limit_external_hits(self.connector, self._may_load)
         self.admission = PromptAdmission(settings, self.vllm_config.scheduler_config)
+        lora = self.vllm_config.lora_config
+        self._adapter_slots = AdapterSlots(None if lora is None else lora.max_loras)
         self._to_shrink: list[Request] = []
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         self._has_states = self.need_mamba_block_aligned_split
@@ -196,7 +199,9 @@ class _PolicyScheduling(_Base):
         # vLLM begins none of those behind it.
         is_ready = super()._handle_blocked_waiting_request(request)
         num_left = len(self.kv_holding_waiting) + len(self.waiting)
-        return not self.admission.is_passed_over(request, is_ready, num_left)
+        if self.admission.is_passed_over(request, is_ready, num_left):
+            return False
+        return self._adapter_slots.has_room(request, self.running)
 
     def _mamba_block_aligned_split(
         self,
@@ -250,6 +255,7 @@ class _PolicyScheduling(_Base):
             self._shrink(request)
         self._to_shrink = []
         self.admission.new_step()
+        self._adapter_slots.new_step()
         # vLLM asks then where a chunk of a prompt may end; it does so for Mamba models alone.
         self.need_mamba_block_aligned_split = self._has_states or bool(self.admission.coming)
         output = super().schedule(*args, **kwargs)

@@ -64,6 +64,7 @@ from support.inside.runner import (
 from support.inside.scheduler import (
     ask_in_every_step,
     assert_scheduler_forgot,
+    cached_blocks,
     cached_hashes,
     count_allocations,
     forecast_more_room,

@@ -151,6 +151,18 @@ def cached_hashes(engine: Any) -> set[tuple[int, int]]:
     return {(named(utils.get_block_hash(key)), utils.get_group_id(key)) for key in cached}
 
 
+def cached_blocks(pool: Any) -> dict[Any, list[int]]:
+    """The blocks under each hash in the prefix cache of one KV group, as events name it."""
+    from vllm.v1.core import kv_cache_utils as utils
+
+    found: dict[Any, list[int]] = {}
+    named: Any = utils.maybe_convert_block_hash
+    for key, blocks in pool.cached_block_hash_to_block._cache.items():
+        every = blocks.values() if isinstance(blocks, dict) else [blocks]
+        found[named(utils.get_block_hash(key))] = [block.block_id for block in every]
+    return found
+
+
 def hashes_of_several_blocks(engine: Any) -> int:
     """How many hashes in the prefix cache have more than one block."""
     cached = engine.pool.cached_block_hash_to_block._cache

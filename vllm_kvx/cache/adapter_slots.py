@@ -1,0 +1,39 @@
+"""Slots for the weights of LoRA adapters, which a step's requests may have in use."""
+
+from collections.abc import Sequence
+
+from vllm.v1.request import Request
+
+
+class AdapterSlots:
+    """A request begins only if its adapter has a slot beside those of all that run.
+
+    vLLM looks at the requests that get tokens in a step. Under policies that retain, a running one
+    may get none, as its prompt waits for a place for its window. Were its slot given away, the next
+    step would need more adapters than vLLM has slots for, which ends the engine.
+    """
+
+    def __init__(self, max_loras: int | None) -> None:
+        """max_loras: how many slots there are; None without adapters."""
+        self._max_loras = max_loras
+        self._taken: set[int] = set()
+        self._num_seen = 0
+
+    def new_step(self) -> None:
+        """vLLM begins to schedule a step."""
+        self._taken.clear()
+        self._num_seen = 0
+
+    def has_room(self, request: Request, running: Sequence[Request]) -> bool:
+        """Whether a waiting request may begin.
+
+        running: in vLLM's order; between two calls of a step it only grows.
+        """
+        if self._max_loras is None or request.lora_request is None:
+            return True
+        for each in running[self._num_seen :]:
+            if each.lora_request is not None:
+                self._taken.add(each.lora_request.lora_int_id)
+        self._num_seen = len(running)
+        is_there = request.lora_request.lora_int_id in self._taken
+        return is_there or len(self._taken) < self._max_loras
