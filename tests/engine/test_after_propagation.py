@@ -42,7 +42,6 @@ POLICIES: list[Policy] = [
     After(Critical(kv_rate=0.2), 7, propagates=_GOES_ON),
     After(Struct(5, struct_rate=0.3, kv_rate=0.2, heads="own", score="critical"), 2),
     After(Pyramid(kv_rate=0.3, groups=4), 5, propagates=_GOES_ON),
-    After(replace(_TSP, kv_rate=1.0), 4),
     After(replace(_TSP, tsp_rate=1.0, kv_rate=0.2), 4),
     # Nothing goes on.
     After(replace(_TSP, tsp_floor=400, kv_rate=0.2), 4),

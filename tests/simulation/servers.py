@@ -126,7 +126,6 @@ SERVERS: dict[str, Server] = {
             f"{_FAST},tsp_rate=0.6,kv_rate=0.3,after=1",
             # Of what goes on all stays.
             f"{_FAST},tsp_rate=0.2,kv_rate=0.5,after=9",
-            f"{_FAST},kv_rate=1,after=3",
             f"{_FAST},kv_rate=1+snapkv:window=3,kernel=3,kv_rate=0.3,kv_floor=0,after=5",
             f"{_FAST},kv_rate=1+{_PYRAMID},groups=4,after=7",
             f"{_STRUCT},after=6",
