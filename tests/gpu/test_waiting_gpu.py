@@ -29,6 +29,8 @@ POLICIES: list[Policy] = [
     After(Pyramid(kv_rate=0.6, groups=8), 5),
     Keep(kv_rate=0.2),
     After(Keep(kv_budget=60), 40),
+    # Tokens that go on are chosen when the prompt is in.
+    After(Keep(tsp_layer=3, tsp_rate=0.4, kv_rate=0.2), 6),
 ]
 OPTIONS = EXACT | dict(max_num_batched_tokens=2048, max_num_seqs=32)
 
