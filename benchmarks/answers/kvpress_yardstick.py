@@ -261,8 +261,10 @@ def merge(args: argparse.Namespace) -> None:
         one["prompts"] += shard["prompts"]
     for name, one in models.items():
         # A run that went on with another number of processes asked some prompts twice.
-        asked = {(p["length"], p["task"], p["index"]): p for p in reversed(one["prompts"])}
-        one["prompts"] = list(reversed(asked.values()))
+        asked: dict[Any, Any] = {}
+        for prompt in one["prompts"]:
+            asked.setdefault((prompt["length"], prompt["task"], prompt["index"]), prompt)
+        one["prompts"] = list(asked.values())
         one["cells"] = summary(one["prompts"])
         for prompt in one["prompts"]:
             del prompt["answers"], prompt["kept"], prompt["seconds"]

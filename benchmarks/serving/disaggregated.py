@@ -13,29 +13,30 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import re
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common.about import about, command_line
-from benchmarks.common.files import write_json
 from benchmarks.common.names import STOCK
 from benchmarks.common.nixl import NIXL, PORT, PREFILL
 from benchmarks.common.server import cpu_environment, free_port, serving
-from benchmarks.common.word_tokenizer import write_tokenizer
-from benchmarks.engine.compare import prepare_model
-from benchmarks.engine.shapes import SHAPES
 from benchmarks.serving.client import MODEL, VLLM, environment
-from benchmarks.serving.first_tokens import first_two, median, request
+from benchmarks.serving.first_tokens import (
+    add_options,
+    first_two,
+    measure_all,
+    median,
+    prompt_bytes,
+    prompt_of,
+    request,
+)
 from benchmarks.serving.load import own_flags
 from vllm_kvx.tools.ideal.shape import Shape
 
@@ -47,21 +48,13 @@ def main(argv: list[str]) -> None:
     """Runs the command line and writes the result."""
     args = parse_args(argv)
     what = "Time to the first token from one server, and from two, one of which prefills."
-    result: dict[str, Any] = {
-        "about": about(what, command_line("benchmarks.serving.disaggregated", argv), args.commit),
-        "model": args.model,
-        "policies": {},
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        shape, model = prepare_model(args.model, Path(folder))
-        if "load_format" in model:
-            write_tokenizer(Path(folder), shape.vocab)
-        for policy in args.policies:
-            with _pair(policy, model, args) as urls:
-                found = [_measure(urls, length, shape, args) for length in args.lengths]
-            result["policies"][policy] = found
-            print(policy, json.dumps(found), flush=True)
-            write_json(args.output, result)
+    head = about(what, command_line("benchmarks.serving.disaggregated", argv), args.commit)
+
+    def measure(policy: str, shape: Shape, model: dict[str, Any]) -> list[dict[str, Any]]:
+        with _pair(policy, model, args) as urls:
+            return [_measure(urls, length, shape, args) for length in args.lengths]
+
+    measure_all(args, head, "policies", args.policies, measure)
 
 
 @contextlib.contextmanager
@@ -100,8 +93,7 @@ def _measure(
     fetched: list[float] = []
     # The first one connects the two, and compiles what is left to compile.
     for number in range(-1, args.repeats):
-        draw = random.Random(f"{args.seed} {length} {number}")
-        prompt = [draw.randrange(100, shape.vocab - 100) for _ in range(length)]
+        prompt = prompt_of(args, length, number, shape)
         before = _fetched(decode)
         begin = time.perf_counter()
         asked = _post(prefill, {"prompt": prompt, "max_tokens": 1, _TRANSFER: PREFILL})
@@ -116,7 +108,6 @@ def _measure(
             both.append((first - begin, second - begin))
             handed.append(first - filled)
             fetched.append(fetched_now)
-    entry = 2 * shape.layers * shape.kv_heads * shape.head_dim * args.entry_bytes
     return {
         "prompt_tokens": length,
         "alone_s": median([first for first, _ in alone]),
@@ -125,7 +116,7 @@ def _measure(
         "both_second_s": median([second for _, second in both]),
         "handed_over_s": median(handed),
         "fetched_bytes": statistics.median(fetched),
-        "prompt_bytes": entry * length,
+        "prompt_bytes": prompt_bytes(args, length, shape),
     }
 
 
@@ -146,18 +137,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmarks.serving.disaggregated", description=(__doc__ or "").split("\n")[0]
     )
-    add = parser.add_argument
-    add("--model", default="llama-3.1-8b", help=f"{', '.join(SHAPES)} (dummy weights), or a folder")
-    add("--policies", nargs="+", default=[STOCK, "full", "fier-2048", "snapkv:kv_rate=0.2"])
-    add("--lengths", nargs="+", type=int, default=[8192, 32768])
-    add("--repeats", type=int, default=5)
-    add("--tokens", type=int, default=8, help="room for each answer")
-    add("--entry-bytes", type=int, default=2, help="of a number in the KV cache")
-    add("--seed", type=int, default=0)
-    add("--start", type=float, default=400.0, help="seconds for both servers to be up")
-    add("--server-args", default="", help="further flags of vllm serve, in one string")
-    add("--output", type=Path, required=True)
-    add("--commit", help="what is measured, where the tree is no git checkout")
+    policies = [STOCK, "full", "fier-2048", "snapkv:kv_rate=0.2"]
+    parser.add_argument("--policies", nargs="+", default=policies)
+    add_options(parser, [8192, 32768], "both servers")
     return parser.parse_args(argv)
 
 

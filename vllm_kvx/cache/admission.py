@@ -269,10 +269,8 @@ class PromptAdmission:
         """
         past = []
         for request_id in in_both(self.coming, scheduled):
-            prompt, computed = (
-                self._prompts[request_id],
-                self.coming[request_id].num_computed_tokens,
-            )
+            prompt = self._prompts[request_id]
+            computed = self.coming[request_id].num_computed_tokens
             if computed >= prompt.length:
                 past.append(self.coming.pop(request_id))
             elif request_id in self._pages and not prompt.seeks(computed):
