@@ -59,7 +59,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     texts = [*args.settings, *(text for name in args.preset for text in PRESETS[name])]
     try:
         args.settings = list(dict.fromkeys(Setting.parse(text) for text in texts))
-        check_names(args)
+        check_names([*args.servers, *args.layout])
     except ValueError as error:
         parser.error(str(error))
     if not args.settings:
@@ -85,10 +85,12 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--server-args", default="", metavar="FLAGS", help="further flags of vllm serve, quoted")
 
 
-def check_names(args: argparse.Namespace) -> None:
+def check_names(names: Sequence[str]) -> None:
     """Raises ValueError for a server or a policy of the layout whose name is none."""
-    for name in (*args.servers, *args.layout):
-        split_name(name)
+    for name in names:
+        policy, _ = split_name(name)
+        if policy is not None:
+            served(policy)
 
 
 def common_flags(args: argparse.Namespace, shape: Shape, dummy: bool) -> list[str]:

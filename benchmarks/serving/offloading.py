@@ -21,7 +21,7 @@ import urllib.request
 from typing import Any
 
 from benchmarks.common.about import about, command_line, gpu
-from benchmarks.common.names import STOCK, split_name
+from benchmarks.common.names import STOCK
 from benchmarks.common.server import cpu_environment, serving
 from benchmarks.serving.client import MODEL, VLLM, environment, get
 from benchmarks.serving.first_tokens import (
@@ -32,7 +32,7 @@ from benchmarks.serving.first_tokens import (
     prompt_bytes,
     prompt_of,
 )
-from benchmarks.serving.load import own_flags
+from benchmarks.serving.load import check_names, own_flags
 from vllm_kvx.tools.ideal.shape import Shape
 
 _GIVEN = re.compile(r"^vllm:external_prefix_cache_hits_total\S* (\S+)", re.M)
@@ -122,8 +122,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add_options(parser, [8192, 32768, 120000], "a server")
     args = parser.parse_args(argv)
     try:
-        for server in args.servers:
-            split_name(server)
+        check_names(args.servers)
     except ValueError as error:
         parser.error(str(error))
     return args

@@ -64,7 +64,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         args.loads = list(map(Load.parse, args.loads))
         if len(set(map(str, args.loads))) < len(args.loads):
             raise ValueError("--loads has the same lengths twice: give one rate to begin with")
-        check_names(args)
+        check_names([*args.servers, *args.layout])
     except ValueError as error:
         parser.error(str(error))
     if not 0.01 <= args.precision <= 1:

@@ -64,3 +64,9 @@ def test_where_there_is_no_gpu_offloading_is_left_out() -> None:
     args = offloading.parse_args(["--output", "x.json"])
     flags = offloading.flags_of("stock", {"model": "m", "load_format": "dummy"}, args)
     assert flags[flags.index("--kv-offloading-size") + 1] == "64" and "--kv-policy" not in flags
+
+
+def test_a_misspelt_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        offloading.parse_args(["--output", "x.json", "--servers", "stock", "fir-64"])
+    assert "error: 'fir-64': unknown policy" in capsys.readouterr().err
