@@ -40,6 +40,8 @@ _GIVEN = re.compile(r"^vllm:external_prefix_cache_hits_total\S* (\S+)", re.M)
 _DEVELOPER = "VLLM_SERVER_DEV_MODE"
 # How long a server may need to be done with what it copies.
 _COPIED_S = 60.0
+# A prompt of which blocks are still on their way to the CPU's memory would wait for them.
+_REST_S = 1.0
 
 
 def main(argv: list[str]) -> None:
@@ -78,6 +80,7 @@ def measure(url: str, length: int, shape: Shape, args: argparse.Namespace) -> di
         prompt = prompt_of(args, length, number, shape)
         for kind in times:
             if kind == "offloaded":
+                time.sleep(_REST_S)
                 _empty_cache(url)
             before, begin = _given(url), time.perf_counter()
             first, _ = first_two(url, {"prompt": prompt}, args.tokens)
