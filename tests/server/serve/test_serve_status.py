@@ -1,10 +1,11 @@
 """The real ``vllm serve`` command: what it tells of itself and counts, and how it ends."""
 
+import asyncio
 import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 import vllm
@@ -214,16 +215,26 @@ def test_a_shared_prefix_counts_once(server: Server) -> None:
     prompt, _ = server.question(1000)
     server.text(prompt)
     before = server.counters("speed-4")["layer_tokens_computed"]
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1000, "stream": True}
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1000}
     body |= {"temperature": 0, "ignore_eos": True}
-    answers = []
-    with server.slowed(), ExitStack() as stack:
-        for _ in range(10):
-            stream = server.http.stream("POST", "/v1/completions", json=body)
-            answers.append(stack.enter_context(stream).iter_lines())
-            next(answers[-1])
-        counters = server.counters("speed-4")
-        assert samples(server.http, "vllm:num_requests_running") == 10 + 1
+
+    async def ask() -> dict[str, int]:
+        # Not streamed, ten answers leave the API server time to tell what it has counted.
+        async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+            answers = [
+                asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(10)
+            ]
+            while await asyncio.to_thread(_running, server) < 10 + 1:
+                assert not any(answer.done() for answer in answers)
+            counters = await asyncio.to_thread(server.counters, "speed-4")
+            assert await asyncio.to_thread(_running, server) == 10 + 1
+            for answer in answers:
+                answer.cancel()
+            await asyncio.wait(answers)
+        return counters
+
+    with server.slowed():
+        counters = asyncio.run(ask())
     server.holds_no_blocks("speed-4")
     shared = 998 // BLOCK
     own = 10 * (1 + 1)  # Of every request the rest of the prompt, and the upper layers' block.
@@ -233,6 +244,10 @@ def test_a_shared_prefix_counts_once(server: Server) -> None:
     assert shared + own <= counters["blocks_held"] <= shared + own + grown
     stock = 2 * (shared + 10)
     assert 0 < counters["blocks_saved"] <= stock
+
+
+def _running(server: Server) -> float:
+    return samples(server.http, "vllm:num_requests_running")
 
 
 def test_odd_policies_leave_the_servers_own_alone(server: Server) -> None:
