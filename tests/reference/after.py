@@ -63,7 +63,7 @@ def score(
         rows, slack = positions.new_tensor(range(len(positions))).expand(len(key), -1), float("inf")
         if len(first) == policy.after:
             weight = output_weight(layer)
-            rows, slack = _retain(policy, cap, probs, value, weight, total + policy.after)
+            rows, slack = retain(policy, cap, probs, value, weight, total + policy.after)
         context.slack = min(context.slack, slack)
         context.retained.append(positions[rows].tolist())
         gather = rows[:, :, None].expand(-1, -1, key.shape[2])
@@ -71,7 +71,7 @@ def score(
         if len(context.propagated) < total:
             continue
         # No query of a generated token among them, and no key.
-        chosen, slack = _choose(chooses, index, probs[:, :total, :total], central)
+        chosen, slack = choose(chooses, index, probs[:, :total, :total], central)
         if index < len(layers) - 1 and len(chosen) < total:
             context.slack = min(context.slack, slack)
             context.propagated = chosen.tolist()
@@ -83,7 +83,7 @@ def score(
     return context.result(list(generated), found)
 
 
-def _retain(
+def retain(
     policy: After, cap: int, probs: Tensor, value: Tensor, weight: Tensor, total: int
 ) -> tuple[Tensor, float]:
     """Rows that each KV head keeps of those that a layer has, and the slack of the choice.
@@ -107,7 +107,7 @@ def _retain(
     return fastkv.retain(probs, len(value), torch.arange(probs.shape[1]), total, Keep(**by))
 
 
-def _choose(
+def choose(
     policy: Keep | Critical | Pyramid | Struct, index: int, probs: Tensor, central: list[Tensor]
 ) -> tuple[Tensor, float]:
     """The prompt tokens that go on after a layer, and the slack of the choice; all if all do.

@@ -194,6 +194,9 @@ class Store:
             self.choices,
         )
 
+    def sees(self, index: int, query: Tensor, scale: float) -> None:
+        """What a subclass makes of a layer's query (H, 1, D), whose key is stored."""
+
     @torch.no_grad()
     def step(self, model: PreTrainedModel, token: int, retrieve: Retrieve) -> Tensor:
         """Run and store a generated token; its log-softmax (1, V)."""
@@ -204,6 +207,7 @@ class Store:
         def attend(index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             self.keys[index] = torch.cat([self.keys[index], key], dim=1)
             self.values[index] = torch.cat([self.values[index], value], dim=1)
+            self.sees(index, query, scale)
             mixed = []
             self.choices[-1].append([])
             for head, queries in enumerate(query[:, 0].chunk(key.shape[0])):

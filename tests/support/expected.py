@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from reference import (
     after,
+    after_read,
     criticalkv,
     fastkv,
     fier,
@@ -94,7 +95,7 @@ class Read:
     """Decode steps read what `retrieve` chooses of what `keep` stores."""
 
     retrieve: Retrieve
-    keep: Keep | Struct | Online | Swift = field(default_factory=Keep)
+    keep: Keep | Struct | Online | Swift | After = field(default_factory=Keep)
 
 
 Policy = (
@@ -322,6 +323,8 @@ def _score_by_score(
 
 def _score_read(model: Any, prompt: list[int], tokens: list[int], policy: Read) -> ReadResult:
     keep = policy.keep
+    if isinstance(keep, After):
+        return after_read.score(model, prompt, tokens, policy.retrieve, keep)
     keep = keep.found(model, prompt) if isinstance(keep, Online) else keep
     return fier.score(model, prompt, tokens, policy.retrieve, keep)
 

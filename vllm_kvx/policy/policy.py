@@ -114,15 +114,15 @@ class KVPolicy:
                     f"{part} retains all, and after= says what retention waits for: write after= "
                     "in the method that retains, lower kv_rate, or leave it out"
                 )
-        waits = self.num_generated > 0
-        if waits and self.retrieve is None and propagate is not None:
-            waits = not propagate.selects_early
-        if (waits or self.lookahead) and len(self.parts) > 1:
-            does, key = "waits for generated tokens", "after="
-            if self.lookahead:
-                does, key = "drafts tokens", "lookahead="
+        beside = None
+        if self.num_generated and propagate is not None and not propagate.selects_early:
+            beside, does, key = propagate, "waits for generated tokens", "after="
+        if self.lookahead and len(self.parts) > 1:
+            beside = next(part for part in self.parts if part is not retain)
+            does, key = "drafts tokens", "lookahead="
+        if beside is not None:
             raise PolicyError(
-                f"{retain} {does}, and was never tested beside another method: leave out {key}, or "
+                f"{retain} {does}, and was never tested beside {beside}: leave out {key}, or "
                 "the other method"
             )
         if self.retrieve is not None and self.retrieve.reuse_layers > 1 and len(self.parts) > 1:

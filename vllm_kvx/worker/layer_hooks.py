@@ -70,11 +70,12 @@ class LayerHook:
                 self._attend_chosen(query, args[0], kw["output"], kv_cache)
             elif mode is not Mode.ALL:
                 out = stock(layer, query, key, value, kv_cache, *args, **kw)
-            if hooks.work is not None:
-                hooks.work.run(self, self._unquantized(query), self.paged(kv_cache))
             if mode is not Mode.DENSE:
                 assert retrieves is not None and hooks.retrieval is not None
                 hooks.retrieval.run(retrieves, self, self._unquantized(query), kw["output"])
+            # Last: it may move entries that this step still reads.
+            if hooks.work is not None:
+                hooks.work.run(self, self._unquantized(query), self.paged(kv_cache))
             return out
 
         layer.impl.forward = forward
