@@ -12,11 +12,26 @@ from reference.fier import Retrieve
 from reference.pyramidkv import Pyramid
 from reference.structkv import Struct
 from support import inside
-from support.expected import FULL, Policy, Read
-from support.parity import assert_parity_and_again
-from support.prompts import EDGES
+from support.engine import running
+from support.expected import FULL, Policy, Read, named
+from support.parity import (
+    ask,
+    assert_parity,
+    assert_parity_and_again,
+    assert_parity_preempted,
+    in_turn,
+    room_for,
+)
+from support.prompts import EDGES, prompts_of
+
+from vllm_kvx.cache import admission
 
 _TSP = Keep(tsp_layer=3, tsp_rate=0.6)
+FIER = Retrieve(64)
+WAITS: list[Policy] = [
+    Read(FIER, After(Keep(kv_rate=0.5), 4)),
+    Read(FIER, After(replace(_TSP, kv_rate=0.5), 6)),
+]
 
 
 def policies_of(read: Retrieve) -> list[Policy]:
@@ -49,3 +64,66 @@ def test_parity(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, read
     lengths = [*EDGES, *(170 + 23 * i % 110 for i in range(24)), 5, 9]
     assert_parity_and_again(tiny(), lengths, policies_of(read), max_tokens=(44, 9))
     assert counts[True] > counts[False] > 0
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_chunks_of_one_token(tiny: Callable[..., Path]) -> None:
+    """Prompts come in token by token; answers end before entries go, with that, and after it."""
+    model, prompts = tiny(), prompts_of((140, 133, 164, 170))
+    each = in_turn(WAITS, len(prompts))
+    options = {"long_prefill_token_threshold": 1, "max_num_batched_tokens": 16}
+    with running(model, "full", config=room_for(each), **options) as engine:
+        for max_tokens in (3, 5, 12):
+            answers = ask(engine, prompts, each, max_tokens=max_tokens)
+            engine.assert_idle()
+            assert_parity(model, answers, each)
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_preempted(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the generated tokens are in, and after them; two requests wait for theirs at once."""
+    monkeypatch.setattr(admission, "GENERATED_WINDOWS", 2)
+    options = {"num_gpu_blocks_override": 36, "max_model_len": 384}
+    assert_parity_preempted(tiny(), [*WAITS, Read(FIER), FULL], **options)
+
+
+def test_thrown_out_and_aborted_at_any_time(tiny: Callable[..., Path]) -> None:
+    """In a prompt's chunks, while its retention waits and after it; all blocks come back."""
+    model, prompts, names = tiny(), prompts_of((140, 131)), [named(policy) for policy in WAITS]
+    config = room_for(WAITS)
+    with running(model, "full", config=config, max_num_batched_tokens=80) as engine:
+        undisturbed = engine.generate(prompts, max_tokens=9, policies=names)
+        for steps in range(1, 13):
+            ids = engine.submit(prompts, 9, names)
+            engine.step(steps)
+            engine.throw_out()
+            engine.finish()
+            assert [engine.answered[i] for i in ids] == [a.tokens for a in undisturbed], steps
+            engine.assert_idle()
+            ids = engine.submit(prompts, 9, names)
+            engine.step(steps)
+            engine.abort(ids)
+            engine.assert_idle()
+    assert_parity(model, undisturbed, WAITS)
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_others_read_the_same_prompt(tiny: Callable[..., Path]) -> None:
+    """Blocks that a request moves out of stay as they are, with what retrieval reads of them."""
+    model, prompts = tiny(), prompts_of((200,) * 8)
+    each: list[Policy] = [WAITS[0], Read(FIER), After(Keep(kv_rate=0.2), 2), FULL, WAITS[0]]
+    names = [named(policy) for policy in each]
+    options = {"enable_prefix_caching": True, "max_num_seqs": 8}
+    with running(model, "full", config=room_for(each), **options) as engine:
+        inside.poison_free_blocks(engine)
+        for steps, prompt in enumerate(prompts, 1):
+            first = engine.submit([prompt], 14, names[:1])
+            engine.step(steps)
+            rest = engine.submit([prompt] * 4, 14, names[1:])
+            engine.finish()
+            engine.assert_idle()
+            answers = engine.generate([prompt] * 5, max_tokens=14, policies=names)
+            assert all(answer.cached == 192 for answer in answers)
+            found = [engine.answered[i] for i in (*first, *rest)]
+            assert found == [answer.tokens for answer in answers], steps
+            assert_parity(model, answers, each, most=1)

@@ -43,6 +43,8 @@ QUEST, AFTER = Read(Retrieve(64, pages=True)), After(Keep(kv_rate=0.3), 4)
         pytest.param([Speed(4), Keep(kv_rate=0.3), FULL], 4, marks=nightly),
         pytest.param([AFTER, FIER, FULL], 3, marks=nightly),
         pytest.param([AFTER, FIER, FULL], 0, marks=nightly),
+        pytest.param([Read(Retrieve(64), AFTER), FIER, FULL], 0, marks=nightly),
+        pytest.param([Read(Retrieve(64), AFTER), AFTER, FULL], 3, marks=nightly),
         pytest.param([FIER], 7, marks=nightly),
         pytest.param([Read(Retrieve(64, reuse_layers=2)), FULL], 3, marks=nightly),
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from reference import fastkv, hybrids
+from reference.after import After
 from reference.criticalkv import Critical
 from reference.fier import Retrieve
 from reference.knorm import Norm
@@ -29,8 +30,10 @@ POLICIES: list[Policy] = [
     Read(Retrieve(64)),
     Read(Retrieve(64), fastkv.Keep(kv_rate=0.5)),
     Pyramid(kv_rate=0.3, groups=2, beta=4, score="critical"),
+    After(fastkv.Keep(kv_rate=0.2), 2),
+    Read(Retrieve(64), After(fastkv.Keep(kv_rate=0.5), 3)),
 ]
-LENGTHS = (97, 33, 200, 5, 161, 64, 130, 250, 48)
+LENGTHS = (97, 33, 200, 5, 161, 64, 130, 150, 250, 48)
 names = list(hybrids.HYBRIDS)
 every = by_day(names, {names.index("gemma3_text")})
 

@@ -37,6 +37,7 @@ POLICIES: list[Policy] = [
     Norm(kv_rate=0.4),
     Keep(sinks=2, recent=30),
     After(KEPT, 3),
+    Read(READ, After(KEPT, 3)),
 ]
 PAGES = Retrieve(32, group=32, pages=True)
 # Of keys and of values, as a checkpoint may bring them, for layers that skip too.
@@ -119,7 +120,7 @@ def assert_near(
 
 def test_chunks_in_one_batch_and_from_the_prefix_cache(model: Path) -> None:
     """Each policy with a prompt of one block and of several chunks; then longer, after a hit."""
-    lengths = (2, 33, 64, 95, 300, 161, 257, 290, 129, 200, 97, 310, 180, 128, 193, 96)
+    lengths = (2, 33, 64, 95, 300, 161, 257, 290, 170, 129, 200, 97, 310, 180, 128, 193, 96, 240)
     prompts, policies = prompts_of(lengths), in_turn(POLICIES, len(lengths))
     options = over_fp8(enable_prefix_caching=True, max_num_seqs=16)
     with running(model, "full", config=room_for(POLICIES), **options) as engine:

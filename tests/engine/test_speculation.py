@@ -179,6 +179,11 @@ def test_aborted_amid_drafts(engine: Engine, answered: tuple[list[Any], list[Ans
             After(Keep(kv_rate=0.3), 7, propagates=Struct(3, 0.4, 1)),
             FULL,
         ],
+        [
+            Read(FIER, After(Keep(kv_rate=0.5), 4)),
+            Read(FIER, After(Keep(tsp_layer=3, tsp_rate=0.6, kv_rate=0.5), 7)),
+            Read(FIER),
+        ],
         RETRIEVE,
         [Read(Retrieve(64, pages=True)), FULL],
         PROPAGATE,

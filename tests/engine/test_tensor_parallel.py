@@ -111,6 +111,7 @@ MORE: list[Policy] = [
     Lookahead(Critical(kv_rate=0.3), 5),
     After(Keep(tsp_layer=3, tsp_rate=0.5, kv_rate=0.3), 2),
     After(Struct(3, struct_rate=0.5, kv_rate=0.2), 1),
+    Read(Retrieve(64, reduction="sum"), After(Keep(kv_rate=0.5), 2)),
     Struct(3, struct_rate=0.5, kv_rate=0.2, score="critical"),
     Filter(3, rate=0.4, window=4),
     StructSnap(3, struct_rate=0.5, kv_rate=0.2),

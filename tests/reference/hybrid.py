@@ -6,8 +6,8 @@ tokens. Both are the model's own. So prompt and generated tokens run together, i
 transformers' model: a full layer reads its prompt rows causally, chooses from them what stays, and
 lets every generated row see that, the generated rows before it and itself.
 
-`score` has the signature of `fastkv.score`, `criticalkv.score`, `pyramidkv.score` and
-`knorm.score`, told apart by the policy's class, and `read` that of `fier.score`:
+`score` has the signature of `fastkv.score`, `criticalkv.score`, `pyramidkv.score`, `knorm.score`
+and `after.score`, told apart by the policy's class, and `read` that of `fier.score`:
 
     hybrid.score(model, prompt, generated, Keep(kv_rate=0.2)).argmax
     hybrid.read(model, prompt, generated, Retrieve(64), Keep(kv_rate=0.5)).clear_steps
@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from . import criticalkv, fastkv, knorm
+from . import after, criticalkv, fastkv, knorm
+from .after import After
 from .criticalkv import Critical
 from .fastkv import Keep, KeptResult, load
 from .fier import Choice, Copies, ReadResult, Retrieve, choose, fill_holes
@@ -45,7 +46,7 @@ from .pictures import seeing
 from .pyramidkv import Pyramid
 from .speed import Result
 
-Policy = Keep | Critical | Pyramid | Norm
+Policy = Keep | Critical | Pyramid | Norm | After
 FULL = Keep()
 
 
@@ -77,7 +78,7 @@ def score(
 ) -> KeptResult:
     """The distributions that `generated` was drawn from, given these tokens."""
     model = load(model)
-    layers = _Layers(len(prompt), _retains(policy, len(full_layers(model)), len(prompt)))
+    layers = _Layers.of(model, len(prompt), policy)
     rows = _run(model, prompt, generated, layers)
     everything = list(range(len(prompt)))
     return KeptResult(list(generated), rows, layers.retained, everything, layers.slack)
@@ -93,10 +94,10 @@ def read(
     """The same where decode steps read what `retrieve` chooses of what `keep` stores."""
     model = load(model)
     total = len(prompt)
-    layers = _Layers(total, _retains(keep, len(full_layers(model)), total), retrieve)
+    layers = _Layers.of(model, total, keep, retrieve)
     rows = _run(model, prompt, generated, layers)
     steps = [list(layer) for layer in zip(*layers.choices, strict=True)]
-    slots = [[_slots(head, total) for head in heads] for heads in layers.retained]
+    slots = [[layers.slots(head) for head in heads] for heads in layers.retained]
     return ReadResult(
         list(generated), rows, layers.retained, list(range(total)), layers.slack, slots, steps
     )
@@ -142,15 +143,27 @@ def cut(
     return Result(list(generated), rows)
 
 
-# Of a full layer, by its index among full layers: rows (G, kept) int64 ascending of the prompt that
-# each KV head retains, and the slack of the choice. From the call, whose tensors are of the prompt
-# alone, and its weights (H, P, P).
+# Of a full layer, by its index among full layers: rows (G, kept) int64 ascending of the prompt, and
+# of generated tokens that retention waits for, that each KV head retains, and the slack of the
+# choice. From the call, whose tensors are of these P tokens alone, and its weights (H, P, P).
 Retains = Callable[[int, Call, Tensor], tuple[Tensor, float]]
 
 
 def _retains(policy: Policy, count: int, total: int) -> Retains:
     """What `policy` retains of `total` prompt tokens in `count` full layers."""
     propagates = f"{policy} propagates, which no reference has for hybrids"
+    if isinstance(policy, After):
+        if policy.propagates is not None:
+            raise ValueError(propagates)
+        by_layer = policy.caps(count, total)
+        return lambda index, call, probs: after.retain(
+            policy,
+            by_layer[index],
+            probs,
+            call.value,
+            output_weight_of(call.module),
+            total + policy.after,
+        )
     if isinstance(policy, Critical):
         if policy.tsp_layer is not None:
             raise ValueError(propagates)
@@ -191,10 +204,6 @@ def _run(
         return run(model, prompt + generated[:-1], layers.attend, last=len(generated))
 
 
-def _slots(retained: list[int], total: int) -> list[int]:
-    return fill_holes(retained, list(range(total)))
-
-
 @dataclass
 class _Layers:
     """What full layers did, each after the one below it."""
@@ -202,54 +211,83 @@ class _Layers:
     total: int  # prompt tokens
     retains: Retains
     retrieve: Retrieve | None = None
+    waits: int = 0  # for so many generated tokens
     retained: list[list[list[int]]] = field(default_factory=list)
     choices: list[list[list[Choice]]] = field(default_factory=list)  # [layer][step][KV head]
     slack: float = float("inf")
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, total: int, policy: Policy, retrieve: Retrieve | None = None
+    ) -> "_Layers":
+        waits = policy.after if isinstance(policy, After) else 0
+        return cls(total, _retains(policy, len(full_layers(model)), total), retrieve, waits)
+
+    def slots(self, retained: list[int]) -> list[int]:
+        """Ascending positions in the order of their slots."""
+        return fill_holes(retained, list(range(self.total + self.waits)))
 
     def attend(self, call: Call) -> Tensor:
         count = call.query.shape[1]
         if call.window is not None:
             seen = causal(count, count).triu(1 - call.window)
             return read_rows(call, slice(0, count), seen)[0]
-        total, index = self.total, len(self.retained)
-        prompt = slice(0, total)
-        mixed, probs = read_rows(call, prompt, causal(total, total))
-        of_prompt = Call(
-            call.module,
-            call.layer,
-            *(x[:, prompt] for x in (call.query, call.key, call.value)),
-            call.scale,
-            call.window,
-            call.softcap,
-            call.sinks,
-        )
-        rows, slack = self.retains(index, of_prompt, probs)
+        total, index, settles_at = self.total, len(self.retained), self.total + self.waits
+        first = min(settles_at, count)
+        mixed, probs = read_rows(call, slice(0, first), causal(first, first))
+        rows = torch.arange(first).expand(call.key.shape[0], -1)
+        if first == settles_at:
+            settled = Call(
+                call.module,
+                call.layer,
+                *(x[:, :first] for x in (call.query, call.key, call.value)),
+                call.scale,
+                call.window,
+                call.softcap,
+                call.sinks,
+            )
+            rows, slack = self.retains(index, settled, probs)
+            self.slack = min(self.slack, slack)
         self.retained.append(rows.tolist())
-        self.slack = min(self.slack, slack)
         if self.retrieve is not None:
-            return torch.cat([mixed, self._chosen(call, index)], dim=1)
-        kept = torch.zeros(len(rows), 1, total, dtype=torch.bool)
+            everything = [list(range(total))] * len(rows)
+            slots = [self.slots(head) for head in rows.tolist()]
+            steps = list[list[Choice]]()
+            waiting = self._chosen(call, index, everything, range(total, first), steps)
+            others = self._chosen(call, index, slots, range(first, count), steps)
+            self.choices.append(steps)
+            return torch.cat([mixed[:, :total], waiting, others], dim=1)
+        kept = torch.zeros(len(rows), 1, first, dtype=torch.bool)
         kept.scatter_(2, rows[:, None], True)
-        new = count - total
+        new = count - first
         seen = torch.cat(
             [kept.expand(-1, new, -1), causal(new, new).expand(len(rows), -1, -1)], dim=2
         ).repeat_interleave(call.query.shape[0] // len(rows), 0)
-        return torch.cat([mixed, read_rows(call, slice(total, count), seen)[0]], dim=1)
+        return torch.cat([mixed, read_rows(call, slice(first, count), seen)[0]], dim=1)
 
-    def _chosen(self, call: Call, index: int) -> Tensor:
-        """What generated rows read (H, n, D), by `retrieve` above the first full layers."""
+    def _chosen(
+        self,
+        call: Call,
+        index: int,
+        slots: list[list[int]],
+        rows: range,
+        steps: list[list[Choice]],
+    ) -> Tensor:
+        """What generated rows read (H, n, D), by `retrieve` above the first full layers.
+
+        slots: by KV head, positions of what is stored of the tokens before these rows.
+        """
         assert self.retrieve is not None
         budgeted = self.retrieve if index >= self.retrieve.dense_layers else None
-        heads = [torch.tensor(_slots(head, self.total)) for head in self.retained[index]]
+        heads = [torch.tensor(head) for head in slots]
         shared = call.query.shape[0] // len(heads)
         copies: list[Copies] = [{} for _ in heads]
-        steps: list[list[Choice]] = []
         out = call.query.new_zeros(call.query.shape[0], 0, call.value.shape[2])
-        for row in range(self.total, call.query.shape[1]):
+        for row in rows:
             steps.append([])
             seen = torch.zeros(len(heads), 1, call.key.shape[1], dtype=torch.bool)
             for head, stored in enumerate(heads):
-                of = torch.cat([stored, torch.arange(self.total, row + 1)])
+                of = torch.cat([stored, torch.arange(rows.start, row + 1)])
                 queries = call.query[head * shared : (head + 1) * shared, row]
                 keys, known = call.key[head, of], copies[head]
                 entries, margin, slack = choose(queries, keys, budgeted, call.scale, known)
@@ -258,7 +296,6 @@ class _Layers:
                 seen[head, 0, positions] = True
             seen = seen.repeat_interleave(shared, 0)
             out = torch.cat([out, read_rows(call, slice(row, row + 1), seen)[0]], dim=1)
-        self.choices.append(steps)
         return out
 
 

@@ -141,7 +141,8 @@ def _plan_retrieval(
         return _planned(retrieval, step, requests, is_fresh)
     before = stored_lens(step.begins, *step.gaps)
     after = step.stored_lens.copy()
-    moved, published = np.zeros(after.shape, dtype=bool), np.zeros_like(after)
+    moved = np.zeros(after.shape, dtype=bool)
+    published, read = np.zeros_like(after), np.zeros_like(after)
     for chunk in step.chunks:
         if not chunk.is_last:
             continue
@@ -149,13 +150,17 @@ def _plan_retrieval(
         # Whole blocks take their sidecars along when they are re-linked.
         after[:, i] = [s.rows if state.by_block else s.kept for s in state.storages]
         moved[:, i] = [state.is_moved(stage) for stage in range(len(state.storages))]
+        if step.counts[i] > 1 and step.ends[i] > requests.prompt_lens[step.requests[i]]:
+            # Generated tokens that come in again read what is stored before retention.
+            read[:, i] = step.stored_lens[:, i]
         if state.req_id in moves_out:
             # The stages that everybody's prompt runs whole.
             published[:, i] = [
                 s.rows - state.drafted if s.compacts and s.prefill.size == 0 else 0
                 for s in state.storages
             ]
-    retrieval.sidecars.plan(step.requests, before, after, moved, published, step.gaps[1] > 0)
+    has_gap = step.gaps[1] > 0
+    retrieval.sidecars.plan(step.requests, before, after, moved, published, read, has_gap)
     return _planned(retrieval, step, requests, is_fresh)
 
 

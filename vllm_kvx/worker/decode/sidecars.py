@@ -49,6 +49,7 @@ class Sidecars:
         self._is_fresh = np.zeros(max_num_reqs, dtype=bool)
         self._pending: Tensor | np.ndarray | None = None
         self._left_behind: Tensor | np.ndarray | None = None
+        self._read_first: Tensor | np.ndarray | None = None
         self.timer = PhaseTimer(device)
 
     def bind(self, shape: PageShape, block_tables: BlockTables) -> None:
@@ -103,6 +104,7 @@ class Sidecars:
         after: IntArray,
         moved: np.ndarray,
         published: IntArray,
+        read: IntArray,
         has_gap: np.ndarray,
     ) -> None:
         """Decides which groups to write after the coming forward pass.
@@ -113,6 +115,8 @@ class Sidecars:
             moved: (S, R) bool, where entries that were there get other places.
             published: (S, R) entries up to which the blocks stay in the prefix cache that the
                 request moves out of; 0 where it does not.
+            read: (S, R) entries up to which rows of this step read groups before entries move; 0
+                where none do.
             has_gap: (S, R) bool, where positions are left out.
         """
         self.timer.collect()
@@ -122,6 +126,7 @@ class Sidecars:
         first[(has_gap | self._loads) & self._is_fresh[requests]] = 0
         self._is_fresh[requests] = False
         self._left_behind = self._planned(requests, first, published // self.shape.group)
+        self._read_first = self._planned(requests, first, read // self.shape.group)
         first[moved] = 0
         self._pending = self._planned(requests, first, last)
 
@@ -132,7 +137,7 @@ class Sidecars:
             ones included. A group that rejected ones fill is written again with those that stay.
         """
         self.timer.collect()
-        self._left_behind = None
+        self._left_behind = self._read_first = None
         self._pending = self._as_written(self.groups_of_decodes(requests, stored, counts))
 
     def groups_of_decodes(
@@ -196,13 +201,15 @@ class Sidecars:
     def write(self, layer: int | None = None) -> None:
         """Writes the groups of the plan in all layers, or in one.
 
-        In one: for rows of the same step, which may read blocks that are about to be left behind.
+        In one: for rows of the same step, which may read blocks that are about to be left behind,
+        or entries that are about to move.
         """
         self._write(self._pending, layer)
         if layer is None:
-            self._pending = None
+            self._pending = self._read_first = None
         else:
             self._write(self._left_behind, layer)
+            self._write(self._read_first, layer)
 
     def _write(self, full_groups: Tensor | np.ndarray | None, layer: int | None) -> None:
         if full_groups is None:
