@@ -291,11 +291,11 @@ class Model:
         if mode is not Mode.ALL:
             attends = self._attend(layer, metadata, lens, mode)
             seen.attended[:] = np.repeat(attends, counts)
-        if self.hooks.work is not None:
-            self.beside.run(self.hooks.work, hook, rows, batch.requests)
         if mode is not Mode.DENSE:
             assert isinstance(retrieval, RetrievalPass)
             self.beside.retrieve(retrieval, hook, rows, batch.requests, seen)
+        if self.hooks.work is not None:
+            self.beside.run(self.hooks.work, hook, rows, batch.requests)
         wanted = (seen.lens >= made.floors) & (layer >= DENSE_LAYERS)
         wrong = (seen.retrieved != wanted) | ~(seen.attended | wanted)
         if wrong.any():

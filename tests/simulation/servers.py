@@ -264,6 +264,8 @@ SERVERS: dict[str, Server] = {
             "snapkv:window=2,kv_rate=0.3,kv_floor=0,after=5",
             f"speed-5+{_FIER}",
             f"snapkv:window=3,kv_rate=0.5,kv_floor=0+{_FIER}",
+            f"snapkv:window=3,kv_rate=0.5,kv_floor=0,after=9+{_FIER}",
+            f"snapkv:window=2,kv_rate=0.7,kv_floor=0,after=40+{_FIER}",
             "full",
         ),
     ),
@@ -307,6 +309,7 @@ SERVERS: dict[str, Server] = {
         requests=(
             f"fastkv:tsp_layer=3,window=3,tsp_rate=0.6,kv_rate=0.5,kv_floor=0+{_FIER}",
             f"{_FAST},tsp_rate=0.6,kv_rate=0.4,after=5",
+            f"fastkv:tsp_layer=3,window=3,tsp_rate=0.7,kv_rate=0.5,kv_floor=0,after=30+{_FIER}",
             f"structkv:pivot=5,window=3,granularity=block,struct_rate=0.8,kv_rate=0.5,kv_floor=0+{_FIER}",
             f"{_ONLINE},struct_rate=0.8,kv_rate=0.6+{_FIER}",
             "full",
