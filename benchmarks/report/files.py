@@ -1,9 +1,11 @@
 """The result files that `benchmarks.report` reads, by kind."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +20,11 @@ from vllm_kvx.policy.spec import parse_policy
 
 # Superseded results.
 OLD = "old/"
+MODELS = Path(__file__).resolve().parents[1] / "checkpoint" / "real.json"
 # Of right answers in full: below that a share of them tells little.
 LEAST_FULL = 0.2
 # Parameters that name a layer of one model; another model's is another. `online` is no layer.
-_LAYER = re.compile(r"(tsp_layer|pivot|min_layer|max_layer|layer)=\d+")
+_LAYER = re.compile(r"(?:tsp_layer|pivot|min_layer|max_layer|layer)=(\d+)")
 # How long a prompt has to be before retrieval pays says nothing about answers.
 _CROSSOVER = re.compile(r"dense_below=\w+")
 
@@ -291,6 +294,20 @@ def most_first(kept: Sequence[Kept]) -> list[Kept]:
     for each in kept:
         asked[each.model] += each.n
     return sorted(kept, key=lambda k: (k.weight[0], asked[k.model], *k.weight), reverse=True)
+
+
+@cache
+def layers_of(model: str) -> int | None:
+    """The layers of a checkpoint that `benchmarks.checkpoint.real` knows."""
+    known = json.loads(MODELS.read_text(encoding="utf-8"))
+    match = re.search(r"(\d+) layers", known.get(model, {}).get("about", ""))
+    return int(match[1]) if match else None
+
+
+def layer_of(name: str) -> int | None:
+    """The first layer that a policy's name has; None if it has none."""
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
 
 
 def same_method(name: str) -> str:

@@ -5,11 +5,8 @@ files. Those of speed are of one GPU and of the shape that most files have; a ce
 says so. Those of answers are of the model that was asked most questions.
 """
 
-import json
 import re
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.common.names import STOCK, served
@@ -21,6 +18,7 @@ from benchmarks.report.files import (
     Load,
     figures_of,
     kept_of,
+    layers_of,
     loads_of,
     most_first,
     newest,
@@ -32,7 +30,6 @@ from benchmarks.serving.figures import PRESETS, Setting
 
 BEGIN, END = "<!-- table of policies -->", "<!-- /table of policies -->"
 RESULTS = "benchmarks/results"
-MODELS = Path(__file__).resolve().parents[1] / "checkpoint" / "real.json"
 _LAYER = re.compile(r"tsp_layer=(\d+)")
 FIRST, NEXT = "ttft:130000", "tpot:130000"
 LOAD = Setting.parse(PRESETS["8k"][0]).lengths
@@ -182,14 +179,6 @@ def _nearest(shares: Sequence[tuple[float, Kept]], wanted: float) -> list[Kept]:
     least = min((abs(share - wanted) for share, _ in shares), default=0.0)
     near = [each for share, each in shares if abs(share - wanted) == least]
     return sorted(near, key=lambda each: -each.n)
-
-
-@cache
-def layers_of(model: str) -> int | None:
-    """The layers of a checkpoint that `benchmarks.checkpoint.real` knows."""
-    known = json.loads(MODELS.read_text(encoding="utf-8"))
-    match = re.search(r"(\d+) layers", known.get(model, {}).get("about", ""))
-    return int(match[1]) if match else None
 
 
 def table(files: Sequence[File]) -> list[str]:

@@ -22,6 +22,8 @@ from benchmarks.report.files import (
     File,
     Kept,
     Load,
+    layer_of,
+    layers_of,
     most_asked,
     newest,
     same_method,
@@ -74,15 +76,16 @@ def glance_of_load(
 
 
 def kept_cell(name: str, kept: Sequence[Kept], layers: int) -> str:
-    """The answers that a policy kept, by layer, on the model where most questions were asked.
+    """The answers that a policy kept, on the model where most questions were asked.
 
-    Of `speed-K` every model's, tuned and not, at its cutoff nearest in share of the layers. Where
-    a budget of retrieval was not asked, those of the nearest one that was.
+    Where it names a layer, those with the layer at the same share of the depth. Of `speed-K` every
+    model's, tuned and not, at its cutoff nearest in share of the layers. Where a budget of
+    retrieval was not asked, or the layer, those of the nearest one that was.
     """
     policy, dtype = split_name(name)
     wanted = same_method(name)
     if same := [each for each in most_asked(kept) if same_method(each.policy) == wanted]:
-        return "; ".join(map(shares, same))
+        return _at_layer(name, same, layers)
     if dtype or policy is None:
         return MISSING
     if match := re.fullmatch(r"speed-(\d+)", policy):
@@ -94,6 +97,22 @@ def kept_cell(name: str, kept: Sequence[Kept], layers: int) -> str:
         if nearest is not None:
             return f"{MISSING}; another budget: {shares(asked[nearest])}"
     return MISSING
+
+
+def _at_layer(name: str, same: Sequence[Kept], layers: int) -> str:
+    """The answers `same` of one method; where it names a layer, those at the nearest share."""
+    if (layer := layer_of(name)) is None:
+        return "; ".join(map(shares, same))
+    away: dict[float, list[Kept]] = {}
+    for each in same:
+        own, count = layer_of(each.policy), layers_of(each.model)
+        if own is not None and count is not None:
+            away.setdefault(abs(own - layer / layers * count), []).append(each)
+    if not away:
+        return MISSING
+    nearest = "; ".join(map(shares, away[least := min(away)]))
+    # Models of other depths have no nearer one.
+    return nearest if least <= 0.5 else f"{MISSING}; another layer: {nearest}"
 
 
 def _cuts_near(own: float, kept: Sequence[Kept]) -> list[Kept]:
