@@ -245,6 +245,11 @@ class Kept:
         return self.full >= LEAST_FULL, self.n, self.file.written
 
     @property
+    def has_turns(self) -> bool:
+        """Whether several questions of a chat were asked."""
+        return (self.file.content.get("turns") or 1) > 1
+
+    @property
     def cutoff(self) -> int | None:
         """K of plain `speed-K`, where the number of layers is known."""
         match = re.fullmatch(r"speed-(\d+)", self.policy)
@@ -294,6 +299,22 @@ def most_first(kept: Sequence[Kept]) -> list[Kept]:
     for each in kept:
         asked[each.model] += each.n
     return sorted(kept, key=lambda k: (k.weight[0], asked[k.model], *k.weight), reverse=True)
+
+
+def task_sets(kept: Sequence[Kept]) -> list[Kept]:
+    """The first of `most_first`, and of the same model those that have no task in common with
+    those before them."""
+    found: list[Kept] = []
+    for each in most_first(kept):
+        if all(_on_other_tasks(each, other) for other in found):
+            found.append(each)
+    return found
+
+
+def _on_other_tasks(each: Kept, other: Kept) -> bool:
+    """Whether two evaluations of a model have no task in common."""
+    tasks, others = (set(kept.file.content.get("tasks", ())) for kept in (each, other))
+    return each.model == other.model and bool(tasks) and tasks.isdisjoint(others)
 
 
 @cache

@@ -20,9 +20,9 @@ from benchmarks.report.files import (
     kept_of,
     layers_of,
     loads_of,
-    most_first,
     newest,
     same_method,
+    task_sets,
 )
 from benchmarks.report.loads import is_max, load_ratio
 from benchmarks.report.plots import Plot
@@ -143,7 +143,7 @@ def answers_of(policy: str, layers: int, kept: Sequence[Kept]) -> list[Kept]:
     same = [
         each
         for each in kept
-        if same_method(each.policy) == same_method(policy) and not _has_turns(each)
+        if same_method(each.policy) == same_method(policy) and not each.has_turns
     ]
     if match := _LAYER.search(policy):
         shares = []
@@ -152,21 +152,7 @@ def answers_of(policy: str, layers: int, kept: Sequence[Kept]) -> list[Kept]:
             if own and of:
                 shares.append((int(own[1]) / of, each))
         same = _nearest(shares, int(match[1]) / layers)
-    found: list[Kept] = []
-    for each in most_first(same):
-        if all(_on_other_tasks(each, other) for other in found):
-            found.append(each)
-    return found
-
-
-def _has_turns(kept: Kept) -> bool:
-    return (kept.file.content.get("turns") or 1) > 1
-
-
-def _on_other_tasks(each: Kept, other: Kept) -> bool:
-    """Whether two evaluations of a model have no task in common."""
-    tasks, others = (set(kept.file.content.get("tasks", ())) for kept in (each, other))
-    return each.model == other.model and bool(tasks) and tasks.isdisjoint(others)
+    return task_sets(same)
 
 
 def is_plain(weights: str) -> bool:
