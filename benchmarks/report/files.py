@@ -1,9 +1,11 @@
 """The result files that `benchmarks.report` reads, by kind."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +20,11 @@ from vllm_kvx.policy.spec import parse_policy
 
 # Superseded results.
 OLD = "old/"
+MODELS = Path(__file__).resolve().parents[1] / "checkpoint" / "real.json"
 # Of right answers in full: below that a share of them tells little.
 LEAST_FULL = 0.2
 # Parameters that name a layer of one model; another model's is another. `online` is no layer.
-_LAYER = re.compile(r"(tsp_layer|pivot|min_layer|max_layer|layer)=\d+")
+_LAYER = re.compile(r"(?:tsp_layer|pivot|min_layer|max_layer|layer)=(\d+)")
 # How long a prompt has to be before retrieval pays says nothing about answers.
 _CROSSOVER = re.compile(r"dense_below=\w+")
 
@@ -242,6 +245,11 @@ class Kept:
         return self.full >= LEAST_FULL, self.n, self.file.written
 
     @property
+    def has_turns(self) -> bool:
+        """Whether several questions of a chat were asked."""
+        return (self.file.content.get("turns") or 1) > 1
+
+    @property
     def cutoff(self) -> int | None:
         """K of plain `speed-K`, where the number of layers is known."""
         match = re.fullmatch(r"speed-(\d+)", self.policy)
@@ -291,6 +299,36 @@ def most_first(kept: Sequence[Kept]) -> list[Kept]:
     for each in kept:
         asked[each.model] += each.n
     return sorted(kept, key=lambda k: (k.weight[0], asked[k.model], *k.weight), reverse=True)
+
+
+def task_sets(kept: Sequence[Kept]) -> list[Kept]:
+    """The first of `most_first`, and of the same model those that have no task in common with
+    those before them."""
+    found: list[Kept] = []
+    for each in most_first(kept):
+        if all(_on_other_tasks(each, other) for other in found):
+            found.append(each)
+    return found
+
+
+def _on_other_tasks(each: Kept, other: Kept) -> bool:
+    """Whether two evaluations of a model have no task in common."""
+    tasks, others = (set(kept.file.content.get("tasks", ())) for kept in (each, other))
+    return each.model == other.model and bool(tasks) and tasks.isdisjoint(others)
+
+
+@cache
+def layers_of(model: str) -> int | None:
+    """The layers of a checkpoint that `benchmarks.checkpoint.real` knows."""
+    known = json.loads(MODELS.read_text(encoding="utf-8"))
+    match = re.search(r"(\d+) layers", known.get(model, {}).get("about", ""))
+    return int(match[1]) if match else None
+
+
+def layer_of(name: str) -> int | None:
+    """The first layer that a policy's name has; None if it has none."""
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
 
 
 def same_method(name: str) -> str:

@@ -50,8 +50,10 @@ The ideals of TTFT take it that the last layer which sees the whole prompt is
 half, since they are products of fp8.
 
 Shapes with random weights have speeds and no answers. Answers were measured on other, small models,
-under the same parameters but for the layer; those of `speed-K` at the cutoff that is nearest in
-share of the layers, with weights that were tuned for it and with weights that were not.
+under the same parameters, and where a policy names a layer, at the same share of the depth; those
+of another layer are called so. Of several task sets the least and the most are given. Those of
+`speed-K` are at the cutoff that is nearest in share of the layers, with weights that were tuned for
+it and with weights that were not.
 """
 _ANSWERS = """
 "Not tuned" and "tuned" are about `speed-K`; all other policies take the weights as they are.

@@ -5,11 +5,8 @@ files. Those of speed are of one GPU and of the shape that most files have; a ce
 says so. Those of answers are of the model that was asked most questions.
 """
 
-import json
 import re
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.common.names import STOCK, served
@@ -21,10 +18,11 @@ from benchmarks.report.files import (
     Load,
     figures_of,
     kept_of,
+    layers_of,
     loads_of,
-    most_first,
     newest,
     same_method,
+    task_sets,
 )
 from benchmarks.report.loads import is_max, load_ratio
 from benchmarks.report.plots import Plot
@@ -32,7 +30,6 @@ from benchmarks.serving.figures import PRESETS, Setting
 
 BEGIN, END = "<!-- table of policies -->", "<!-- /table of policies -->"
 RESULTS = "benchmarks/results"
-MODELS = Path(__file__).resolve().parents[1] / "checkpoint" / "real.json"
 _LAYER = re.compile(r"tsp_layer=(\d+)")
 FIRST, NEXT = "ttft:130000", "tpot:130000"
 LOAD = Setting.parse(PRESETS["8k"][0]).lengths
@@ -146,7 +143,7 @@ def answers_of(policy: str, layers: int, kept: Sequence[Kept]) -> list[Kept]:
     same = [
         each
         for each in kept
-        if same_method(each.policy) == same_method(policy) and not _has_turns(each)
+        if same_method(each.policy) == same_method(policy) and not each.has_turns
     ]
     if match := _LAYER.search(policy):
         shares = []
@@ -155,21 +152,7 @@ def answers_of(policy: str, layers: int, kept: Sequence[Kept]) -> list[Kept]:
             if own and of:
                 shares.append((int(own[1]) / of, each))
         same = _nearest(shares, int(match[1]) / layers)
-    found: list[Kept] = []
-    for each in most_first(same):
-        if all(_on_other_tasks(each, other) for other in found):
-            found.append(each)
-    return found
-
-
-def _has_turns(kept: Kept) -> bool:
-    return (kept.file.content.get("turns") or 1) > 1
-
-
-def _on_other_tasks(each: Kept, other: Kept) -> bool:
-    """Whether two evaluations of a model have no task in common."""
-    tasks, others = (set(kept.file.content.get("tasks", ())) for kept in (each, other))
-    return each.model == other.model and bool(tasks) and tasks.isdisjoint(others)
+    return task_sets(same)
 
 
 def is_plain(weights: str) -> bool:
@@ -182,14 +165,6 @@ def _nearest(shares: Sequence[tuple[float, Kept]], wanted: float) -> list[Kept]:
     least = min((abs(share - wanted) for share, _ in shares), default=0.0)
     near = [each for share, each in shares if abs(share - wanted) == least]
     return sorted(near, key=lambda each: -each.n)
-
-
-@cache
-def layers_of(model: str) -> int | None:
-    """The layers of a checkpoint that `benchmarks.checkpoint.real` knows."""
-    known = json.loads(MODELS.read_text(encoding="utf-8"))
-    match = re.search(r"(\d+) layers", known.get(model, {}).get("about", ""))
-    return int(match[1]) if match else None
 
 
 def table(files: Sequence[File]) -> list[str]:

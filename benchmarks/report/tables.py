@@ -22,12 +22,16 @@ from benchmarks.report.files import (
     File,
     Kept,
     Load,
+    layer_of,
+    layers_of,
     most_asked,
     newest,
     same_method,
+    task_sets,
 )
 from benchmarks.report.loads import is_max, load_gain, load_ideal, load_ratio
 from benchmarks.serving.figures import PRESETS, Setting
+from vllm_kvx.policy.spec import parse_policy
 
 # Runs differ by about this much; a smaller loss is none.
 LOSS = 0.99
@@ -74,15 +78,17 @@ def glance_of_load(
 
 
 def kept_cell(name: str, kept: Sequence[Kept], layers: int) -> str:
-    """The answers that a policy kept, by layer, on the model where most questions were asked.
+    """The answers that a policy kept, on the model where most questions were asked.
 
     Of `speed-K` every model's, tuned and not, at its cutoff nearest in share of the layers. Where
-    a budget of retrieval was not asked, those of the nearest one that was.
+    a budget of retrieval was not asked, or a layer, those of the nearest one that was.
     """
     policy, dtype = split_name(name)
     wanted = same_method(name)
-    if same := [each for each in most_asked(kept) if same_method(each.policy) == wanted]:
-        return "; ".join(map(shares, same))
+    same = [each for each in kept if not each.layers and same_method(each.policy) == wanted]
+    # Two questions of a chat ask the same tasks again.
+    if once := [each for each in same if not each.has_turns] or same:
+        return _at_layer(name, once, layers)
     if dtype or policy is None:
         return MISSING
     if match := re.fullmatch(r"speed-(\d+)", policy):
@@ -94,6 +100,40 @@ def kept_cell(name: str, kept: Sequence[Kept], layers: int) -> str:
         if nearest is not None:
             return f"{MISSING}; another budget: {shares(asked[nearest])}"
     return MISSING
+
+
+def _at_layer(name: str, same: Sequence[Kept], layers: int) -> str:
+    """The answers `same` of one method; where it names a layer, those at the nearest share."""
+    if (layer := layer_of(name)) is None:
+        return _by_policy(same)
+    away: dict[float, list[Kept]] = {}
+    for each in same:
+        own, count = layer_of(each.policy), layers_of(each.model)
+        if own is not None and count is not None:
+            away.setdefault(abs(own - layer / layers * count), []).append(each)
+    if not away:
+        return MISSING
+    nearest = _by_policy(away[least := min(away)])
+    # Models of other depths have no nearer one.
+    return nearest if least <= 0.5 else f"{MISSING}; another layer: {nearest}"
+
+
+def _by_policy(same: Sequence[Kept]) -> str:
+    """What each policy of one method kept, apart from its layers least and most by task set."""
+    named: dict[str, list[Kept]] = {}
+    for each in same:
+        policy, at, dtype = each.policy.partition("@")
+        named.setdefault(str(parse_policy(policy)) + at + dtype, []).append(each)
+    return "; ".join(_spread(task_sets(each)) for _, each in sorted(named.items()))
+
+
+def _spread(sets: Sequence[Kept]) -> str:
+    """92.2 [89-95], n 112 [17] to 100.6 [98-103], n 224 [21], on 4 task sets: `fier-2048`, small"""
+    least, most = (pick(sets, key=lambda each: each.of_full[0]) for pick in (min, max))
+    if least is most:
+        return shares(least)
+    ends = (f"{interval(each)}, n {each.n} {reference(each.file)}" for each in (least, most))
+    return f"{' to '.join(ends)}, on {len(sets)} task sets: `{least.policy}`, {least.model}"
 
 
 def _cuts_near(own: float, kept: Sequence[Kept]) -> list[Kept]:

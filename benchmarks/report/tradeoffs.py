@@ -10,8 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.common.names import STOCK
 from benchmarks.report.cells import MISSING, order, reference, table, words
-from benchmarks.report.files import Figure, File, Kept, figures_of, kept_of, newest, same_method
-from benchmarks.report.readme import layers_of
+from benchmarks.report.files import (
+    Figure,
+    File,
+    Kept,
+    figures_of,
+    kept_of,
+    layers_of,
+    newest,
+    same_method,
+)
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.tools.tasks.base import SECOND_TURN
 from vllm_kvx.tools.tasks.table import GROUPS

@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.common.names import STOCK, split_name
 from benchmarks.report.cells import MISSING, notes, order, reference, table
-from benchmarks.report.files import File, Kept, kept_of
-from benchmarks.report.readme import is_plain, layers_of
+from benchmarks.report.files import File, Kept, kept_of, layers_of
+from benchmarks.report.readme import is_plain
 from benchmarks.report.tradeoffs import NEEDED, answers, best, is_of, setting
 from benchmarks.serving.figures import Setting
 from benchmarks.serving.rates import WITHIN, Bounds, Limits, Load, bounds, tried

@@ -13,7 +13,7 @@ from reference.fier import Retrieve
 from reference.structkv import Struct
 from support import inside
 from support.engine import BLOCK, Answer, Engine, running
-from support.expected import Online, Read, Speed
+from support.expected import Online, Read, Speed, named
 from support.parity import assert_parity
 from support.prompts import prompts_of
 
@@ -22,6 +22,7 @@ from vllm_kvx.worker.decode.recall import RecallSampler
 
 FIER = Read(Retrieve(64))
 WIDE = Read(Retrieve(100))
+QUEST = Retrieve(64, pages=True, reuse_layers=2)
 
 
 def ask(
@@ -93,6 +94,28 @@ def test_preempted_equals_uninterrupted(tiny: Callable[..., Path]) -> None:
     assert counters["retrieval_steps"] > 0 and counters["dense_fallbacks"] == 0
     for answer, one in zip(answers, (FIER, WIDE, Speed(), FIER), strict=True):
         assert_parity(model, [answer], one)
+
+
+@pytest.mark.parametrize("reads", [Retrieve(64, reuse_layers=3), QUEST], ids=["fier", "quest"])
+def test_a_choice_for_several_layers_is_kept_when_requests_resume(
+    tiny: Callable[..., Path], reads: Retrieve
+) -> None:
+    """They run more generated tokens again than rows can decode at once."""
+    model = tiny()
+    name, prompts = named(Read(reads)), prompts_of((100, 130, 90))
+    options = dict(max_num_seqs=3, max_model_len=256, num_gpu_blocks_override=14)
+    with running(model, name, **options) as engine:
+        answers = ask(engine, prompts, [name, name, "full"], tokens=40)
+        assert any(p.generated > 6 for p in engine.preempted)
+        for steps in (12, 36):
+            ids = engine.submit(prompts[:2], 40, [name] * 2)
+            engine.step(steps)
+            engine.throw_out()
+            engine.finish()
+            assert [engine.answered[i] for i in ids] == [a.tokens for a in answers[:2]]
+            engine.assert_idle()
+    assert_parity(model, answers[:2], Read(reads))
+    assert_parity(model, answers[2:], Speed())
 
 
 def test_resumed_beside_the_request_that_computes_its_prefix(tiny: Callable[..., Path]) -> None:
@@ -231,6 +254,20 @@ def test_room_for_scores(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPa
     assert_parity(model, small, Read(FIER.retrieve, keep))
     assert_parity(model, large[:2], FIER)
     assert_parity(model, large[2:], Speed())
+
+
+@pytest.mark.usefixtures("dense_ops")
+def test_a_choice_for_several_layers_where_scores_do_not_fit_at_once(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside.room_for_scores(monkeypatch, ROOM)
+    model, policy = tiny(), Read(Retrieve(64, reuse_layers=3))
+    prompts = prompts_of((300, 283, 290))
+    with running(model, named(policy), max_num_batched_tokens=2304) as engine:
+        steps = inside.watch_graphs(engine)
+        answers = ask(engine, prompts, [None] * 3, tokens=8)
+        assert [batches for *_, batches in steps] == [0] + [3] * 7
+    assert_parity(model, answers, policy)
 
 
 @pytest.mark.parametrize("cutoff", [1, 7])

@@ -63,6 +63,12 @@ def test_parity(made: Callable[[str], Path], name: str) -> None:
     assert_parity_and_again(made(name), LENGTHS, POLICIES)
 
 
+@pytest.mark.parametrize("name", by_day(["gpt_oss", "gemma2", "gemma3_text", "qwen3_next"], {0}))
+def test_layers_that_share_a_choice(made: Callable[[str], Path], name: str) -> None:
+    """They are counted over full layers: the next full one may be several layers above."""
+    assert_parity_and_again(made(name), LENGTHS[:6], [Read(Retrieve(64, reuse_layers=2)), FULL])
+
+
 @pytest.mark.parametrize("name", by_day(list(hybrids.WRAPPED), ()))
 def test_wrapped(made: Callable[[str], Path], name: str) -> None:
     """As checkpoints are: in models that also read images, one with experts."""

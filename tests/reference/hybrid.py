@@ -215,6 +215,8 @@ class _Layers:
     retained: list[list[list[int]]] = field(default_factory=list)
     choices: list[list[list[Choice]]] = field(default_factory=list)  # [layer][step][KV head]
     slack: float = float("inf")
+    # [step][KV head] entries that the last layer chose which does so for others, too.
+    read: list[list[Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -279,18 +281,29 @@ class _Layers:
         """
         assert self.retrieve is not None
         budgeted = self.retrieve if index >= self.retrieve.dense_layers else None
+        above = index - self.retrieve.dense_layers
+        chooses = above <= 0 or above % self.retrieve.reuse_layers == 0
+        if chooses and not steps:
+            self.read.clear()
         heads = [torch.tensor(head) for head in slots]
         shared = call.query.shape[0] // len(heads)
         copies: list[Copies] = [{} for _ in heads]
         out = call.query.new_zeros(call.query.shape[0], 0, call.value.shape[2])
         for row in rows:
             steps.append([])
+            if chooses:
+                self.read.append([])
             seen = torch.zeros(len(heads), 1, call.key.shape[1], dtype=torch.bool)
             for head, stored in enumerate(heads):
                 of = torch.cat([stored, torch.arange(rows.start, row + 1)])
                 queries = call.query[head * shared : (head + 1) * shared, row]
                 keys, known = call.key[head, of], copies[head]
-                entries, margin, slack = choose(queries, keys, budgeted, call.scale, known)
+                if chooses:
+                    entries, margin, slack = choose(queries, keys, budgeted, call.scale, known)
+                    self.read[-1].append(entries)
+                else:
+                    # The margins of a choice count once, where it is made.
+                    entries, margin, slack = self.read[len(steps) - 1][head], *[float("inf")] * 2
                 positions = of[entries].sort().values
                 steps[-1].append(Choice(entries.tolist(), positions.tolist(), margin, slack))
                 seen[head, 0, positions] = True

@@ -85,7 +85,7 @@ def test_layers_that_read_by_anothers_choice_score_nothing() -> None:
         assert stats.anew(stats.policies).reuse_layers == 3
 
 
-def test_layers_score_for_themselves_where_scores_do_not_fit_at_once() -> None:
+def test_layers_score_for_themselves_where_choices_are_not_kept() -> None:
     """Six layers of 5 and 3 retrieve, and by threes two would choose."""
     seen, budgets = np.array([[100, 70], [90, 70]]), np.array([64, 64])
     stats = PolicyStats((5, 3), reuse_layers=3)
@@ -96,9 +96,11 @@ def test_layers_score_for_themselves_where_scores_do_not_fit_at_once() -> None:
     read = stats.retrieval[row][2]
     stats.add_retrieval(rows, seen, seen, budgets, none)
     assert stats.retrieval[row][1:3].tolist() == [990 + 100 + 90 + 2 * 70, 2 * read]
-    several: Any = [[object()], [object(), object()]]
-    found = RetrievalPass((Mode.ALL, Mode.ALL), several, [])
-    assert found.each_chooses.tolist() == [False, True]
+    rows_of_3: Any = SimpleNamespace(lens=np.zeros(3))
+    several = [[rows_of_3], [rows_of_3] * 2]
+    for most, chooses in ((0, True), (5, True), (6, False)):
+        found = RetrievalPass((Mode.ALL, Mode.ALL), several, [], most_chosen=most)
+        assert found.each_chooses.tolist() == [False, chooses]
 
 
 def test_each_drafted_token_that_retrieves_counts() -> None:

@@ -26,6 +26,7 @@ from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
 from vllm_kvx.cache.managers import FirstStageKVCacheManager, PolicyKVCacheManager
 from vllm_kvx.cache.messages import PolicyStep, StateBlocks, attach, result_of
 from vllm_kvx.cache.pool_capacity import pool_tokens
+from vllm_kvx.cache.resumed_rows import ResumedRows
 from vllm_kvx.cache.scheduler_stats import PolicySchedulerStats, RunInFull
 from vllm_kvx.cache.sharing import PrefixSharing
 from vllm_kvx.cache.sliding_stage_manager import SlidingStageKVCacheManager
@@ -55,20 +56,15 @@ class _PolicyScheduling(_Base):
         settings = KVSettings.from_vllm_config(self.vllm_config)
         assert settings is not None
         self.kv_settings = settings
+        every = self.kv_cache_manager.coordinator.single_type_managers
         self.later_stage_managers: list[LaterStageKVCacheManager] = [
-            manager
-            for manager in self.kv_cache_manager.coordinator.single_type_managers
-            if isinstance(manager, LaterStageKVCacheManager)
+            manager for manager in every if isinstance(manager, LaterStageKVCacheManager)
         ]
         self.first_stage_managers: list[FirstStageKVCacheManager] = [
-            manager
-            for manager in self.kv_cache_manager.coordinator.single_type_managers
-            if isinstance(manager, FirstStageKVCacheManager)
+            manager for manager in every if isinstance(manager, FirstStageKVCacheManager)
         ]
         self._sliding_managers = [
-            manager
-            for manager in self.kv_cache_manager.coordinator.single_type_managers
-            if isinstance(manager, SlidingStageKVCacheManager)
+            manager for manager in every if isinstance(manager, SlidingStageKVCacheManager)
         ]
         managers: list[PolicyKVCacheManager] = [
             *self.first_stage_managers,
@@ -85,15 +81,14 @@ class _PolicyScheduling(_Base):
         if self.connector is not None:
             limit_external_hits(self.connector, self._may_load)
         self.admission = PromptAdmission(settings, self.vllm_config.scheduler_config)
+        self.resumed_rows = ResumedRows(settings, self.vllm_config)
         lora = self.vllm_config.lora_config
         self._adapter_slots = AdapterSlots(None if lora is None else lora.max_loras)
         self._to_shrink: list[Request] = []
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         self._has_states = self.need_mamba_block_aligned_split
         drafters = [
-            manager
-            for manager in self.kv_cache_manager.coordinator.single_type_managers
-            if isinstance(manager.kv_cache_spec, DraftAttentionSpec)
+            manager for manager in every if isinstance(manager.kv_cache_spec, DraftAttentionSpec)
         ]
         # Windows move in every step, and vLLM has to look.
         if len(managers) + len(drafters) == num_groups:
@@ -108,11 +103,7 @@ class _PolicyScheduling(_Base):
             owns_all=len(managers) == num_groups,
         )
         self._counted_unshared: set[str] = set()
-        pool = pool_tokens(
-            self.kv_cache_config,
-            settings,
-            self.max_model_len,
-        )
+        pool = pool_tokens(self.kv_cache_config, settings, self.max_model_len)
         config: Any = self.vllm_config
         whole = config.cache_config.kv_cache_size_tokens
         for line in pool.lines(str(settings.policy), config.model_config.max_model_len, whole):
@@ -213,6 +204,9 @@ class _PolicyScheduling(_Base):
         start, wanted = request.num_computed_tokens + num_new_local_computed_tokens, num_new_tokens
         if self.admission.coming:
             num_new_tokens = self.admission.clip(request, start, num_new_tokens)
+        if self.resumed_rows:
+            begin = start + num_external_computed_tokens
+            num_new_tokens = self.resumed_rows.clip(request, begin, num_new_tokens, self.running)
         if self._has_states and num_new_tokens:
             computed = num_new_local_computed_tokens, num_external_computed_tokens
             aligned = super()._mamba_block_aligned_split(request, num_new_tokens, *computed)
@@ -255,9 +249,11 @@ class _PolicyScheduling(_Base):
             self._shrink(request)
         self._to_shrink = []
         self.admission.new_step()
+        self.resumed_rows.new_step()
         self._adapter_slots.new_step()
         # vLLM asks then where a chunk of a prompt may end; it does so for Mamba models alone.
-        self.need_mamba_block_aligned_split = self._has_states or bool(self.admission.coming)
+        clips = self.admission.coming or self.resumed_rows
+        self.need_mamba_block_aligned_split = self._has_states or bool(clips)
         output = super().schedule(*args, **kwargs)
         self.admission.settle(self.running)
         self._to_shrink = self.admission.past_prompt(output.num_scheduled_tokens)
@@ -364,6 +360,7 @@ class _PolicyScheduling(_Base):
         self.sharing.keep_all(request.request_id)  # It is back soon.
         super()._preempt_request(request, *args, **kwargs)
         self.admission.restart(request)
+        self.resumed_rows.restart(request, self._policy_of(request.request_id))
         self.sharing.restart(request.request_id)
         self._to_shrink = [r for r in self._to_shrink if r is not request]
 
@@ -373,6 +370,7 @@ class _PolicyScheduling(_Base):
         self.policy_stats.end_request(request, not self.handed_over.is_coming(request))
         self._counted_unshared.discard(request.request_id)
         self.admission.remove_request(request.request_id)
+        self.resumed_rows.remove_request(request.request_id)
         self.sharing.remove_request(request.request_id)
         self.handed_over.remove_request(request.request_id)
         self._to_shrink = [r for r in self._to_shrink if r is not request]

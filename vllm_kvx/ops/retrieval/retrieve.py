@@ -177,6 +177,10 @@ class Scratch:
         """The same memory, for calls that leave what they chose in `indices` and `counts`."""
         return self if self.one_launch is None else replace(self, one_launch=None)
 
+    def from_row(self, begin: int) -> "Scratch":
+        """The same memory, for calls whose choices go behind those of the first `begin` rows."""
+        return replace(self, indices=self.indices[begin:], counts=self.counts[begin:])
+
     @property
     def capacity(self) -> int:
         """Units that the scores have room for."""

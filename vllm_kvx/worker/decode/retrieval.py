@@ -302,6 +302,7 @@ class Retrieval:
             bool(step.chunks),
             step.sampled,
             {layer: batches_of(self._stages[layer], rows) for layer, rows in split_layers.items()},
+            most_chosen=self.max_rows if self.layout.reuse_layers > 1 else 0,
         )
 
     def on_device(self, rows: HostRows, budgets: IntArray) -> list[RetrievalRows]:
@@ -366,10 +367,13 @@ class Retrieval:
         elif now.writes:
             self.sidecars.write(hook.place)
         table, batches = now.block_tables[hook.group], now.rows_of(hook)
-        # What an earlier layer chose is there for as many rows as are chosen for at once.
-        chosen = not self._chooses[hook.place] and len(batches) == 1
-        scratch = self.scratch if now.sampled is None else self.scratch.that_chooses
+        are_kept = now.are_kept(batches)
+        chosen = are_kept and not self._chooses[hook.place]
+        whole = self.scratch if now.sampled is None else self.scratch.that_chooses
+        begin = 0
         for rows in batches:
+            scratch = whole.from_row(begin) if are_kept and begin else whole
+            begin += len(rows.lens)
             retrieve(
                 query,
                 paged,

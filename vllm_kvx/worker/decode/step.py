@@ -111,6 +111,7 @@ class RetrievalPass:
         block_tables: by KV group, (B, max_blocks) int32.
         writes: each layer's groups are quantised beside it, since rows of this pass read them.
         full_groups: which these are, where a CUDA graph writes them; else as planned.
+        most_chosen: rows of several batches whose choices are kept at once, at most.
         sampled: (R,) int64 the requests' policies as rows in the counters, if recall is measured.
     """
 
@@ -121,12 +122,17 @@ class RetrievalPass:
     sampled: IntArray | None = None
     at_split: Mapping[int, Sequence[RetrievalRows]] = field(default_factory=dict)
     full_groups: Tensor | None = None
+    most_chosen: int = 0
 
     @property
     def each_chooses(self) -> np.ndarray:
-        """(S,) bool, the stages whose scores do not fit at once: a choice is overwritten by the
-        next batch's, so that no layer can go by another's."""
-        return np.array([len(batches) > 1 for batches in self.batches])
+        """(S,) bool, the stages with more rows than have their choices kept, so that no layer can
+        go by another's."""
+        return np.array([not self.are_kept(batches) for batches in self.batches])
+
+    def are_kept(self, batches: Sequence[RetrievalRows]) -> bool:
+        """Whether all choices of a layer with these rows are kept until its last batch has run."""
+        return len(batches) <= 1 or sum(len(rows.lens) for rows in batches) <= self.most_chosen
 
     def rows_of(self, layer: HookedLayer) -> Sequence[RetrievalRows]:
         """The batches of one layer."""
