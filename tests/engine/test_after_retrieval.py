@@ -14,6 +14,7 @@ from reference.structkv import Struct
 from support import inside
 from support.engine import running
 from support.expected import FULL, Policy, Read, named
+from support.nightly import nightly
 from support.parity import (
     ask,
     assert_parity,
@@ -52,7 +53,11 @@ def policies_of(read: Retrieve) -> list[Policy]:
     ]
 
 
-@pytest.mark.parametrize("read", [Retrieve(64), Retrieve(64, pages=True)], ids=["fier", "quest"])
+@pytest.mark.parametrize(
+    "read",
+    [FIER, pytest.param(Retrieve(64, pages=True), marks=nightly)],
+    ids=["fier", "quest"],
+)
 @pytest.mark.usefixtures("dense_ops")
 def test_parity(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, read: Retrieve) -> None:
     """In chunks and in a batch, at the edges of blocks and chunks; then over cached prefixes.
@@ -61,7 +66,7 @@ def test_parity(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, read
     """
     counts = inside.replay_waiting_steps(monkeypatch)
     # Long enough to be read in part before entries go, and after.
-    lengths = [*EDGES, *(170 + 23 * i % 110 for i in range(24)), 5, 9]
+    lengths = [*EDGES, *(170 + 23 * i % 110 for i in range(14)), 5, 9]
     assert_parity_and_again(tiny(), lengths, policies_of(read), max_tokens=(44, 9))
     assert counts[True] > counts[False] > 0
 

@@ -170,10 +170,11 @@ COMPOSED = {
     "gemfilter:layer=3+snapkv:after=4": ["waits for generated tokens", "leave out after="],
     "speed-4+snapkv:after=4": ["waits for generated tokens", "leave out after="],
     "fastkv:kv_rate=1,after=4+snapkv:kv_rate=0.2": ["retains all", "write after= in the method"],
-    "fastkv:after=4+fier-64": ["waits for generated tokens", "leave out after="],
-    "fastkv:kv_rate=1+snapkv:after=4+fier-64": ["waits for generated tokens"],
+    "fastkv:after=4+fier-64": [],
+    "fastkv:kv_rate=1+snapkv:after=4+quest-64": [],
+    "gemfilter:layer=3+snapkv:after=4+fier-64": ["never tested beside gemfilter"],
     "fastkv:kv_rate=1+snapkv:lookahead=4": ["drafts tokens", "leave out lookahead="],
-    "criticalkv:after=4+fier-64": ["waits for generated tokens", "leave out after="],
+    "criticalkv:after=4+fier-64": [],
 }
 
 

@@ -114,7 +114,7 @@ class KVPolicy:
                     f"{part} retains all, and after= says what retention waits for: write after= "
                     "in the method that retains, lower kv_rate, or leave it out"
                 )
-        beside = None
+        beside: Method | None = None
         if self.num_generated and propagate is not None and not propagate.selects_early:
             beside, does, key = propagate, "waits for generated tokens", "after="
         if self.lookahead and len(self.parts) > 1:
