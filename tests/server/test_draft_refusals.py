@@ -37,7 +37,9 @@ def test_rows_where_tokens_are_drafted_behind_prompts(stock) -> None:
     assert not reasons(WITH_LOOKAHEAD, of_experts)
 
 
-@pytest.mark.parametrize("name", ["snapkv:lookahead=4", "criticalkv:lookahead=4"])
+@pytest.mark.parametrize(
+    "name", ["snapkv:kv_rate=0.1,lookahead=4", "criticalkv:kv_rate=0.1,lookahead=4"]
+)
 def test_a_server_that_looks_ahead(make_config, name: str) -> None:
     assert not lines_of(make_config, name)
     room = {"additional_config": {"kv_layout": [name]}}
