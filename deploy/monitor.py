@@ -38,7 +38,7 @@ from deploy import dashboard
 from deploy.dashboard import Prometheus, Query, Series
 
 MODEL = "lookup-8l"
-POLICY = "fastkv:tsp_layer=4"
+POLICY = "fastkv:tsp_layer=4,kv_rate=0.1"
 POLICIES = (POLICY, POLICY, "full", "snapkv:kv_rate=0.1", "fier-128:dense_below=0", "speed-4")
 CONFIG = {
     "kv_layout": ["speed-4", "snapkv:kv_rate=0.1", "fier-128:dense_below=0"],

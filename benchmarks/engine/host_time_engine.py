@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.names import served
+
 BLOCK = 32  # What the CPU attention backend takes.
 VOCAB = 512
 LAYERS = 32
@@ -212,7 +214,7 @@ class Engine:
             max_num_batched_tokens=CHUNK,
             kv_cache_memory_bytes=kv_bytes,
             disable_log_stats=False,
-            additional_config={} if policy is None else {"kv_policy": policy},
+            additional_config={} if policy is None else {"kv_policy": served(policy)},
             seed=0,
         )
         core: Any = self._llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
@@ -253,7 +255,7 @@ class Engine:
             ignore_eos=True,
             detokenize=False,
             max_tokens=answer,
-            extra_args=None if self._own is None else {"kv_policy": self._own},
+            extra_args=None if self._own is None else {"kv_policy": served(self._own)},
         )
         self._llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=tokens), params)
         return name

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.about import about, command_line
+from benchmarks.common.names import served
 from benchmarks.common.word_tokenizer import write_tokenizer
 from benchmarks.engine.compare import prepare_model
 from benchmarks.engine.shapes import SHAPES
@@ -90,7 +91,7 @@ def run(
     """One run's summary; every line must have been answered."""
     summary = answers.with_suffix(".summary")
     command = [sys.executable, "-m", "vllm_kvx.cli", "batch", str(batch), str(answers), model]
-    command += ["--served-model-name", MODEL, "--kv-policy", policy, *args.serve]
+    command += ["--served-model-name", MODEL, "--kv-policy", served(policy), *args.serve]
     command += ["--summary", str(summary)]
     subprocess.run(command, check=True)
     found: dict[str, float] = json.loads(summary.read_text())

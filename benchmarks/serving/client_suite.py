@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.common.about import about, command_line
 from benchmarks.common.files import write_json
+from benchmarks.common.names import served
 from benchmarks.common.server import cpu_environment, serving
 
 POLICIES = (
@@ -260,7 +261,8 @@ def main(argv: list[str]) -> int:
     from openai import OpenAI
 
     flags = [str(args.model), "--served-model-name", NAME, "--max-model-len", "2048"]
-    flags += ["--kv-policy", "full", "--kv-layout", *[p for p in args.policies if p != "full"]]
+    flags += ["--kv-policy", "full", "--kv-layout"]
+    flags += [served(policy) for policy in args.policies if policy != "full"]
     flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     command = (sys.executable, "-m", "vllm_kvx.cli")
     # Before it is asked: the commit may be another one afterwards.

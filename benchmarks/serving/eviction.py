@@ -26,7 +26,7 @@ from unittest.mock import MagicMock
 
 from benchmarks.common.about import about, command_line
 from benchmarks.common.files import RESULTS, write_json
-from benchmarks.common.names import STOCK
+from benchmarks.common.names import STOCK, served
 from benchmarks.common.pools import pool_of
 from benchmarks.engine.compare import prepare_model
 from benchmarks.engine.shapes import SHAPES
@@ -216,7 +216,7 @@ def _scheduler(policy: str, eviction: str | None, load: Load, model: str, shape:
     from vllm_kvx.config.settings import KVSettings
 
     is_stock = policy == STOCK
-    settings = {} if is_stock else {"kv_policy": policy, "kv_eviction": eviction}
+    settings = {} if is_stock else {"kv_policy": served(policy), "kv_eviction": eviction}
     config = EngineArgs(
         model=model,
         skip_tokenizer_init=True,

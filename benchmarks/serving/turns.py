@@ -32,7 +32,7 @@ from typing import Any
 
 from benchmarks.common.about import about, check_plugin, command_line
 from benchmarks.common.files import RESULTS, write_json
-from benchmarks.common.names import STOCK
+from benchmarks.common.names import STOCK, served
 from benchmarks.engine.compare import prepare_model
 from benchmarks.engine.shapes import SHAPES
 from benchmarks.serving.turns_figures import Load, Turn, curves, summarise
@@ -81,7 +81,7 @@ class Server:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"kv_policy": policy} if policy else None,
+            extra_args={"kv_policy": served(policy)} if policy else None,
         )
         inputs = TokensPrompt(prompt_token_ids=prompt)
         name = str(next(self._ids))
@@ -185,7 +185,7 @@ async def measure(args: argparse.Namespace, model: dict[str, Any], vocab: int, p
     began, load, settings = time.monotonic(), args.load, dict(args.config)
     if args.policy != STOCK:
         check_plugin()
-        settings["kv_policy"] = args.policy
+        settings["kv_policy"] = served(args.policy)
         if args.share == "off":
             settings["kv_share"] = "off"
     options = engine_options(args, load)

@@ -332,7 +332,7 @@ def test_a_layer_is_the_nearest_in_share_of_the_layers(write: Any, tmp_path: Pat
     asked = evaluated({"fastkv:tsp_layer=16": 0.9, "fastkv:tsp_layer=13": 0.6})
     asked["model"] = "qwen2.5-coder-1.5b"
     write(load=loaded({"stock": 2.0}), asked=asked)
-    cells = policies((tmp_path / "README.md").read_text())["fastkv:tsp_layer=15"]
+    cells = policies((tmp_path / "README.md").read_text())["fastkv:tsp_layer=15,kv_rate=0.1"]
     assert cells[-1] == "60.0% (50-70, n 40); qwen2.5-coder-1.5b, layer 13 of 28"
 
 

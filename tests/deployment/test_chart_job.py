@@ -37,24 +37,33 @@ def test_the_job_measures_what_the_servers_run() -> None:
         ({"policy": "fastkv:kv_rate=0.4"}, ["fastkv"], ["fastkv:kv_rate=0.4"]),
         (
             {
-                "policy": "fastkv:tsp_rate=0.3,window=16+fier-2048",
+                "policy": "fastkv:tsp_rate=0.3,window=16,kv_rate=0.4+fier-2048",
                 "layout": ["full", "structkv:kv_rate=0.4"],
             },
             ["fastkv:tsp_rate=0.3,window=16", "structkv"],
-            ["fastkv:tsp_rate=0.3,window=16+fier-2048", "structkv:kv_rate=0.4"],
+            ["fastkv:tsp_rate=0.3,window=16,kv_rate=0.4+fier-2048", "structkv:kv_rate=0.4"],
         ),
         (
             {
-                "policy": "structkv:pivot=online",
-                "layout": ["structkv:pivot=3", "fastkv:tsp_rate=1"],
+                "policy": "structkv:pivot=online,kv_rate=0.1",
+                "layout": ["structkv:pivot=3,kv_rate=0.1", "fastkv:tsp_rate=1,kv_rate=0.1"],
             },
             [],
-            ["structkv:pivot=online", "structkv:pivot=3", "fastkv:tsp_rate=1"],
+            [
+                "structkv:pivot=online,kv_rate=0.1",
+                "structkv:pivot=3,kv_rate=0.1",
+                "fastkv:tsp_rate=1,kv_rate=0.1",
+            ],
         ),
         (
             {
-                "policy": "speed-24+structkv:decay=0.8,pivot=calibrated,struct_reduction=max",
-                "layout": ["fastkv:tsp_layer=auto", "fastkv:tsp_layer=15", "fastkv:kv_rate=1"],
+                "policy": "speed-24+structkv:"
+                "decay=0.8,pivot=calibrated,struct_reduction=max,kv_rate=0.4",
+                "layout": [
+                    "fastkv:tsp_layer=auto,kv_rate=0.4",
+                    "fastkv:tsp_layer=15,kv_rate=0.4",
+                    "fastkv:kv_rate=1",
+                ],
                 "prepare": {"evaluate": []},
             },
             ["structkv:decay=0.8,struct_reduction=max", "fastkv"],

@@ -76,6 +76,8 @@ from vllm_kvx.policy.spec import parse_policy
             if method.served_as and not method.number
         ),
         ({"layout": ["snapkv"]}, "snapkv does not say how much stays"),
+        ({"policy": "fier-64+snapkv:window=8"}, "snapkv:window=8 does not say how much stays"),
+        ({"layout": ["streamingllm:sinks=8"]}, "give kv_rate, as in streamingllm:kv_rate=0.4"),
         ({"replicas": 0}, "got 0, want 1"),
         ({"drainSeconds": -1}, "got -1, want 0"),
         ({"extraArgs": ["--shutdown-timeout=5"]}, "--shutdown-timeout is the chart's own"),
@@ -116,7 +118,7 @@ def test_bad_values_are_refused(values: dict[str, Any], says: str) -> None:
     "values",
     [
         {
-            "policy": "fastkv:tsp_rate=0.3,window=16+fier-2048",
+            "policy": "fastkv:tsp_rate=0.3,window=16,kv_rate=0.4+fier-2048",
             "layout": ["full", "structkv:kv_rate=0.4"],
         },
         {"additionalConfig": {"kv_recall_every": 10, "kv_share": "off", "cache_policy": "theirs"}},

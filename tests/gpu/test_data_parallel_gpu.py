@@ -71,7 +71,7 @@ def test_two_engines_answer_as_one(tmp_path: Path) -> None:
         *(str(CHECKPOINT), "--served-model-name", MODEL, "--kv-policy", "speed-4"),
         *(
             "--additional-config",
-            '{"kv_layout": ["fier-64", "snapkv:kv_floor=0"], "kv_debug": true}',
+            '{"kv_layout": ["fier-64", "snapkv:kv_rate=0.1,kv_floor=0"], "kv_debug": true}',
         ),
         *("--dtype", "float32", "--attention-backend", "TRITON_ATTN"),
         *("--max-model-len", "2048", "--gpu-memory-utilization", "0.1"),

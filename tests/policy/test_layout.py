@@ -270,7 +270,7 @@ def test_another_sidecar(name: str, layout: Layout, has: str, needs: str) -> Non
         ("fier-512", "quest-79", "quest-64"),
         ("quest-64", "fier-256:group=128", "fier-128:group=128"),
         ("speed-8+quest-64", "speed-8+fier-64", "speed-8+fier-64"),
-        ("quest-64+snapkv:kv_floor=0", "fier-64", None),
+        ("quest-64+snapkv:kv_rate=0.2", "fier-64", None),
         ("speed-8+quest-64", "fier-64", None),
     ],
 )

@@ -314,9 +314,18 @@ def test_what_is_drafted_fits_into_the_context() -> None:
         ("snapkv", "snapkv:kv_rate=0.1"),
         ("snapkv+fier-64", "snapkv:kv_rate=0.1+fier-64"),
         ("fastkv", "fastkv:kv_rate=0.1"),
-        ("structkv+fier-64", "structkv:struct_rate=0.2,kv_rate=0.1+fier-64"),
+        ("structkv+fier-64", "structkv:kv_rate=0.1+fier-64"),
         ("knorm", "knorm:kv_rate=0.1"),
         ("streamingllm+fier-64", "streamingllm:recent=1020+fier-64"),
+        # Other parameters do not say how much stays, at their defaults or not.
+        ("snapkv:window=8", "snapkv:kv_rate=0.1"),
+        ("snapkv:kv_floor=0", "snapkv:kv_floor=0,kv_rate=0.1"),
+        ("fastkv:tsp_layer=15", "fastkv:tsp_layer=15,kv_rate=0.1"),
+        ("fastkv:tsp_rate=0.3+fier-64", "fastkv:tsp_rate=0.3,kv_rate=0.1+fier-64"),
+        ("structkv:pivot=3,struct_rate=1", "structkv:pivot=3,struct_rate=1,kv_rate=0.1"),
+        ("streamingllm:sinks=8", "streamingllm:sinks=8,recent=1020"),
+        ("pyramidkv:beta=10", "pyramidkv:beta=10,kv_rate=0.1"),
+        ("knorm:kv_floor=512", "knorm:kv_rate=0.1"),
     ],
 )
 def test_a_bare_name_is_not_served(name: str, served: str) -> None:
@@ -328,7 +337,16 @@ def test_a_bare_name_is_not_served(name: str, served: str) -> None:
     check_served(served)
     assert is_bare(name) and not is_bare(served)
     (method,) = (part for part in policy.parts if part.served_as)
-    assert method.served_as in str(refused.value)
+    said = str(refused.value)
+    assert f"the paper's {served.partition('+')[0]}" in said
+    # A parameter that was written stays in what is to be written.
+    own = [pair for part in name.split("+") for pair in part.partition(":")[2].split(",")]
+    advised = said.partition(": write ")[2].partition(", which")[0]
+    assert all(pair in advised for pair in own)
+    assert set(method.served_as.partition(":")[2].split(",")) <= set(
+        advised.partition(":")[2].split(",")
+    )
+    check_served(advised)
     check_served(method.served_as)
     assert parse_policy(method.served_as).parts[0].name == method.name
 
@@ -339,11 +357,25 @@ def test_a_bare_name_is_not_served(name: str, served: str) -> None:
         "full",
         "speed-24",
         "fier-2048",
-        "streamingllm:sinks=8",
-        "snapkv:kv_floor=0",
-        "structkv:pivot=3",
+        "streamingllm:sinks=8,recent=64",
+        "snapkv:kv_budget=64",
+        "structkv:pivot=3,kv_rate=0.2",
+        "gemfilter:layer=3",
     ],
 )
 def test_what_is_served_as_it_is_written(name: str) -> None:
     check_served(name)
     assert servable(parse_policy(name)) == str(parse_policy(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "advised"),
+    [
+        ("snapkv:lookahead=32", "snapkv:lookahead=32,kv_rate=0.2"),
+        ("snapkv:after=16", "snapkv:after=16,kv_rate=0.2"),
+        ("criticalkv:window=64", "criticalkv:window=64,kv_rate=0.2"),
+    ],
+)
+def test_what_is_advised_goes_with_what_is_written(name: str, advised: str) -> None:
+    with pytest.raises(PolicyError, match=f": write {advised}, which loses fewer, snapkv:kv_rate"):
+        check_served(name)

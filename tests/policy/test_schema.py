@@ -19,15 +19,15 @@ from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError, read_value
 from vllm_kvx.policy.schema import limits_of, part_pattern
-from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.policy.spec import is_bare, parse_policy
 from vllm_kvx.tools.batch.lines import parse
 from vllm_kvx.tools.policies.schema import document
 
 DOCUMENT = document()
 POLICIES = Draft7Validator(DOCUMENT)
-CONFIGS, LINES, AT_DTYPES = (
+CONFIGS, LINES, AT_DTYPES, SERVED = (
     Draft7Validator(DOCUMENT | {"allOf": [{"$ref": f"#/definitions/{name}"}]})
-    for name in ("additionalConfig", "batchLine", "policyAtDtype")
+    for name in ("additionalConfig", "batchLine", "policyAtDtype", "servedPolicy")
 )
 
 
@@ -76,6 +76,12 @@ def parts(draw: st.DrawFn) -> str:
 @example(["snapkv:kv_rate=1e-0"])
 @example(["structkv:entropy_weight=0e7"])
 @example(["gemfilter:rate=0.2,layer=3,window=4"])
+@example(["snapkv:window=16", "fier-64"])
+@example(["snapkv:window=16,kv_rate=0.1,kernel=5", "fier-64"])
+@example(["fastkv:tsp_layer=3,kv_rate=1", "snapkv:kv_floor=0"])
+@example(["streamingllm:sinks=8"])
+@example(["streamingllm:sinks=8,recent=64"])
+@example(["knorm:kv_budget=64"])
 def test_the_schema_takes_every_policy(names: list[str]) -> None:
     text = "+".join(names)
     if len(text) > 512 or not is_policy(text):
@@ -83,6 +89,8 @@ def test_the_schema_takes_every_policy(names: list[str]) -> None:
     assert POLICIES.is_valid(text), text
     assert AT_DTYPES.is_valid(text) and AT_DTYPES.is_valid(f"{text}@fp8")
     assert not POLICIES.is_valid(f"{text}@fp8")
+    # What does not say how much stays is for tools alone.
+    assert SERVED.is_valid(text) == (not is_bare(text)), text
     for part in names:
         method = METHODS[re.findall("^[a-z]+", part)[0]]
         assert re.search(part_pattern(method), part), part

@@ -28,7 +28,7 @@ FLAGS = [
     *(str(CHECKPOINT), "--served-model-name", MODEL, "--kv-policy", "speed-4"),
     *(
         "--additional-config",
-        '{"kv_layout": ["fier-64", "snapkv:kv_floor=0", "full"], "kv_debug": true}',
+        '{"kv_layout": ["fier-64", "snapkv:kv_rate=0.1,kv_floor=0", "full"], "kv_debug": true}',
     ),
     *("--kv-request-policies", "list", "--data-parallel-size", "2"),
     *("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048", "--enforce-eager"),

@@ -37,7 +37,9 @@ def test_rows_where_tokens_are_drafted_behind_prompts(stock) -> None:
     assert not reasons(WITH_LOOKAHEAD, of_experts)
 
 
-@pytest.mark.parametrize("name", ["snapkv:lookahead=4", "criticalkv:lookahead=4"])
+@pytest.mark.parametrize(
+    "name", ["snapkv:kv_rate=0.1,lookahead=4", "criticalkv:kv_rate=0.1,lookahead=4"]
+)
 def test_a_server_that_looks_ahead(make_config, name: str) -> None:
     assert not lines_of(make_config, name)
     room = {"additional_config": {"kv_layout": [name]}}
@@ -78,6 +80,17 @@ def test_rows_where_tokens_are_drafted(stock) -> None:
         assert WITH_DRAFTS[3].reason in reasons(WITH_DRAFTS, beside), method
 
 
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
+def test_rows_where_drafts_are_accepted_otherwise(stock, method: str) -> None:
+    """`fly` is vLLM 0.33's; one that a later vLLM adds is not known to keep the answers."""
+    in_time = changed(stock, "scheduler_config.async_scheduling", False)
+    for accepts in ("standard", "block", "synthetic", "fly", "another"):
+        drafter = drafted_by(method, accepts=accepts)
+        found = reasons(WITH_DRAFTS, changed(in_time, "speculative_config", drafter))
+        keeps = accepts in ("standard", "block")
+        assert found == ([] if keeps else [WITH_DRAFTS[8].reason]), accepts
+
+
 UNTRIED = "parallel_drafting", "enable_adaptive_verification", "several layers", "shared layers"
 
 
@@ -102,6 +115,21 @@ def test_ngram_drafts_under_policies(make_config, policy: str) -> None:
     config = make_config("snapkv:kv_rate=0.1", dtype="float32", **NGRAM)
     assert config.scheduler_config.async_scheduling is False
     assert not lines_of(make_config, policy, **NGRAM)
+
+
+def test_drafts_that_are_accepted_by_a_rate(make_config) -> None:
+    """A benchmark's: wrong on purpose. Servers of `full` alone run vLLM's own code, and take it."""
+    made_up = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+    drafts = {"speculative_config": speculative(3) | made_up}
+    (found,) = lines_of(make_config, "fier-64", **drafts)
+    assert "set it to standard or block, or leave it out" in found
+    room = {"additional_config": {"kv_layout": ["fier-64"]}}
+    assert lines_of(make_config, "full", **room, **drafts) == [found]
+    assert not lines_of(make_config, "full", **drafts)
+    drafts = {"speculative_config": speculative(3) | {"rejection_sample_method": "block"}}
+    assert not lines_of(make_config, "fier-64", **drafts)
+    with pytest.raises(ValueError, match="not 'rejection_sample_method'"):
+        make_config("full", speculative_config=OWN["speculative_config"] | made_up)
 
 
 def test_what_a_rejected_draft_would_leave_without_entries(make_config) -> None:

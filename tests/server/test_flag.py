@@ -120,7 +120,7 @@ def test_further_policies_are_said_once(parser, llama: str) -> None:
     [
         (["speed-2,fier-64"], "with blanks between them: speed-2 fier-64"),
         (["speed-2:tail=3,fier-64"], "with blanks between them: speed-2:tail=3 fier-64"),
-        (["snapkv:window=4,kernel=3", "x"], "unknown policy 'x'"),
+        (["snapkv:kv_rate=0.1,window=4,kernel=3", "x"], "unknown policy 'x'"),
         (['["speed-2", "fier-64"]'], "with blanks between them, and no brackets"),
         (["speed-2", "sped-3"], "did you mean speed-K"),
         (["fastkv:kv_rate=1+streamingllm:recent=1020"], "chosen by data"),

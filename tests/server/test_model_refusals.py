@@ -66,10 +66,10 @@ def test_experts_of_several_engines(stock) -> None:
 @pytest.mark.parametrize(
     ("policy", "room"),
     [
-        ("fastkv:tsp_layer=3", []),
-        ("structkv:pivot=online", []),
+        ("fastkv:tsp_layer=3,kv_rate=0.1", []),
+        ("structkv:pivot=online,kv_rate=0.1", []),
         ("gemfilter:layer=3", []),
-        ("speed-4", ["fastkv:tsp_layer=3"]),
+        ("speed-4", ["fastkv:tsp_layer=3,kv_rate=0.1"]),
         # Requests may name gemfilter:layer=3 there.
         ("speed-4", ["snapkv:kv_rate=0.1"]),
     ],
@@ -111,7 +111,7 @@ def lines(error: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "policy", ["speed-4", "fastkv:tsp_layer=3", "snapkv:kv_rate=0.1", "fier-64"]
+    "policy", ["speed-4", "fastkv:tsp_layer=3,kv_rate=0.1", "snapkv:kv_rate=0.1", "fier-64"]
 )
 def test_layers_that_store_keys_themselves(make_config, policy: str) -> None:
     """HY-V3's under HPC_ATTN; each policy has one reason, whatever it does."""
@@ -128,14 +128,30 @@ def test_layers_that_store_keys_themselves(make_config, policy: str) -> None:
         ("speed-4", model("Mistral", sliding_window=64), "--disable-sliding-window"),
         ("snapkv:kv_rate=0.1", model("Mistral", sliding_window=64), "--disable-sliding-window"),
         ("speed-1", model("Gemma2", head_dim=32), "use speed-2 or a higher cut"),
-        ("fastkv:tsp_layer=4", model("Gemma2", head_dim=32), "use tsp_layer=3 or tsp_layer=5"),
-        ("structkv:pivot=0", model("Gemma2", head_dim=32), "layer 0 slides over a window"),
-        ("structkv:pivot=online", model("Gemma2", head_dim=32), "use pivot=calibrated or pivot="),
+        (
+            "fastkv:tsp_layer=4,kv_rate=0.1",
+            model("Gemma2", head_dim=32),
+            "use tsp_layer=3 or tsp_layer=5",
+        ),
+        (
+            "structkv:pivot=0,kv_rate=0.1",
+            model("Gemma2", head_dim=32),
+            "layer 0 slides over a window",
+        ),
+        (
+            "structkv:pivot=online,kv_rate=0.1",
+            model("Gemma2", head_dim=32),
+            "use pivot=calibrated or pivot=",
+        ),
         ("gemfilter:layer=2", model("Gemma2", head_dim=32), "use layer=1 or layer=3"),
         ("selfonly-4", model("Gemma2", head_dim=32), "gemfilter can run, not selfonly-4"),
         ("speed-4+fier-64", model("Gemma2", head_dim=32), "beside nothing that retrieves"),
         ("speed-4+snapkv:kv_rate=0.1", model("Gemma2", head_dim=32), "beside nothing that retains"),
-        ("fastkv:tsp_layer=3+quest-64", model("Gemma2", head_dim=32), "leave retrieval out"),
+        (
+            "fastkv:tsp_layer=3,kv_rate=0.1+quest-64",
+            model("Gemma2", head_dim=32),
+            "leave retrieval out",
+        ),
         (
             "fastkv:tsp_layer=3,kv_rate=1+pyramidkv:kv_rate=0.1",
             model("Gemma2", head_dim=32),
@@ -149,7 +165,9 @@ def test_models_that_do_not(make_config, model_dir, policy: str, changes: dict, 
     assert len(lines(error)) == 1 and says in lines(error)[0]
 
 
-@pytest.mark.parametrize("policy", ["snapkv:kv_rate=0.1", "fier-64", "fastkv:tsp_layer=3"])
+@pytest.mark.parametrize(
+    "policy", ["snapkv:kv_rate=0.1", "fier-64", "fastkv:tsp_layer=3,kv_rate=0.1"]
+)
 def test_models_that_cap_their_logits(make_config, model_dir, policy: str) -> None:
     capped = model_dir(**model("Gemma2", head_dim=32, layer_types=["full_attention"] * 8))
     make_config(policy, model=capped, dtype="float32")

@@ -41,11 +41,19 @@ def test_what_runs(make_config, policy: str, room: list[str]) -> None:
         ("selfonly-6", [], r"before layer 6, .* use speed-4"),
         ("speed-4", ["speed-2"], r"before layer 2, .* use speed-4"),
         ("swiftkv-4", [], r"swiftkv-K projects .* --pipeline-parallel-size 1"),
-        ("fastkv:tsp_layer=3", [], r"selected tokens run .* --pipeline-parallel-size 1"),
-        ("structkv:pivot=online", [], r"selected tokens run .* --pipeline-parallel-size 1"),
+        (
+            "fastkv:tsp_layer=3,kv_rate=0.1",
+            [],
+            r"selected tokens run .* --pipeline-parallel-size 1",
+        ),
+        (
+            "structkv:pivot=online,kv_rate=0.1",
+            [],
+            r"selected tokens run .* --pipeline-parallel-size 1",
+        ),
         (
             "snapkv:kv_rate=0.1",
-            ["structkv:struct_rate=1,granularity=block,pivot=3"],
+            ["structkv:struct_rate=1,granularity=block,pivot=3,kv_rate=0.1"],
             r"ranks whole blocks .* granularity=token",
         ),
         # Requests may name gemfilter:layer=3 there.

@@ -83,13 +83,25 @@ def test_what_does_not_fit_is_refused(name: Any, names: str) -> None:
             "chosen by data: compose it with speed-K",
         ),
         (
-            "fastkv:tsp_layer=3,kv_rate=1+structkv:pivot=3,struct_rate=1",
+            "fastkv:tsp_layer=3,kv_rate=1+structkv:pivot=3,struct_rate=1,kv_rate=0.1",
             "score keys differently",
         ),
-        ("fastkv:tsp_layer=3,kv_rate=1+snapkv:window=4", "give both the same window and kernel"),
-        ("fastkv:tsp_layer=3,kv_rate=1+snapkv:kernel=5", "give both the same window and kernel"),
-        ("structkv:pivot=3,kv_rate=1+snapkv:window=4", "give both the same window and kernel"),
-        ("speed-4+structkv:pivot=5,struct_rate=1,granularity=block", "ranked at layer 5"),
+        (
+            "fastkv:tsp_layer=3,kv_rate=1+snapkv:kv_rate=0.1,window=4",
+            "give both the same window and kernel",
+        ),
+        (
+            "fastkv:tsp_layer=3,kv_rate=1+snapkv:kv_rate=0.1,kernel=5",
+            "give both the same window and kernel",
+        ),
+        (
+            "structkv:pivot=3,kv_rate=1+snapkv:kv_rate=0.1,window=4",
+            "give both the same window and kernel",
+        ),
+        (
+            "speed-4+structkv:pivot=5,struct_rate=1,kv_rate=0.1,granularity=block",
+            "ranked at layer 5",
+        ),
     ],
 )
 def test_methods_that_do_not_go_together_are_refused(name: str, names: str) -> None:
@@ -307,7 +319,7 @@ def test_a_request_is_read_with_all_that_was_measured() -> None:
     check = build_custom_logits_processors_params_validator([class_path(settings, MODEL)])
     check(params("fastkv"))
     check(params(str(settings.policy)))
-    for other in ("fastkv:tsp_rate=0.2", "fastkv:tsp_layer=3"):
+    for other in ("fastkv:tsp_rate=0.2,kv_rate=0.1", "fastkv:tsp_layer=3,kv_rate=0.1"):
         with pytest.raises(VLLMValidationError):
             check(params(other))
 

@@ -26,7 +26,9 @@ def compressed(strategy: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("policy", ["snapkv:kv_rate=0.1", "fier-64", "fastkv:tsp_layer=3"])
+@pytest.mark.parametrize(
+    "policy", ["snapkv:kv_rate=0.1", "fier-64", "fastkv:tsp_layer=3,kv_rate=0.1"]
+)
 def test_scales_by_head_are_refused(make_config, model_dir, policy: str) -> None:
     by_head = model_dir(quantization_config=compressed("attn_head"))
     for dtype in ("auto", "fp8"):
@@ -58,13 +60,17 @@ def test_scales_that_are_not_used_or_one_a_layer(stock) -> None:
     ("policy", "settings", "names"),
     [
         ("snapkv:kv_rate=0.1", {"dtype": "bfloat16"}, "--dtype float32"),
-        ("snapkv:window=40", {"max_num_batched_tokens": 32}, "window of 40 .* to at most 32"),
+        (
+            "snapkv:kv_rate=0.1,window=40",
+            {"max_num_batched_tokens": 32},
+            "window of 40 .* to at most 32",
+        ),
         (
             "fastkv:kv_rate=0.1",
             {},
             r"fastkv: tsp_layer .* \(its weights are dummies\): write tsp_layer=<int>",
         ),
-        ("fastkv:tsp_layer=8", {}, "8 layers; use tsp_layer=0 .. tsp_layer=7"),
+        ("fastkv:tsp_layer=8,kv_rate=0.1", {}, "8 layers; use tsp_layer=0 .. tsp_layer=7"),
     ],
 )
 def test_what_retention_cannot_do(make_config, policy: str, settings: dict, names: str) -> None:
@@ -88,7 +94,9 @@ def test_chunks_shorter_than_a_window_are_warned_of(make_config, monkeypatch) ->
     logger = init_logger("vllm.kvx")
     monkeypatch.setattr(logger, "warning", lambda text, *args: lines.append(text % args))
     for threshold in (0, 8, 7):
-        make_config("snapkv:window=8", dtype="float32", long_prefill_token_threshold=threshold)
+        make_config(
+            "snapkv:kv_rate=0.1,window=8", dtype="float32", long_prefill_token_threshold=threshold
+        )
         warned = [line for line in lines if "token-threshold" in line]
         assert bool(warned) == (threshold == 7)
     assert "threshold 7 cuts" in warned[0] and "set it to at least 8" in warned[0]
@@ -98,8 +106,10 @@ def test_the_stash_must_hold_the_longest_prompt(make_config) -> None:
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}
     small = {"kv_stash_tokens": 511}
     with pytest.raises(ValueError, match=r"kv_stash_tokens .* at least --max-model-len, 512"):
-        make_config("fastkv:tsp_layer=3", additional_config=small, **options)
-    make_config("fastkv:tsp_layer=3", additional_config={"kv_stash_tokens": 512}, **options)
+        make_config("fastkv:tsp_layer=3,kv_rate=0.1", additional_config=small, **options)
+    make_config(
+        "fastkv:tsp_layer=3,kv_rate=0.1", additional_config={"kv_stash_tokens": 512}, **options
+    )
 
 
 def test_a_known_tsp_layer_goes_to_all_processes(make_config, monkeypatch) -> None:

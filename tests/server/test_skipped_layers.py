@@ -42,8 +42,8 @@ def test_policies_of_one_stage(make_config, caplog, policy: str, layout: list[st
     ("policy", "layout", "told"),
     [
         ("speed-4", [], "speed-4"),
-        ("fastkv:tsp_layer=3", [], "fastkv:tsp_layer=3"),
-        ("structkv:pivot=3", [], "structkv:pivot=3"),
+        ("fastkv:tsp_layer=3,kv_rate=0.1", [], "fastkv:tsp_layer=3"),
+        ("structkv:pivot=3,kv_rate=0.1", [], "structkv:pivot=3"),
         ("swiftkv-4", [], "swiftkv-4"),
         ("gemfilter:layer=2", [], "gemfilter:layer=2"),
         ("pyramidkv:kv_rate=0.2", [], "pyramidkv:kv_rate=0.2"),

@@ -145,7 +145,10 @@ def test_route_tells_policy_layout_and_counters(monkeypatch) -> None:
     [
         ({"kv_measured": {"pivot": 3}}, "structkv:pivot=3,kv_floor=0", [4]),
         (
-            {"kv_measured": {"pivot": 3, "tsp_layer": 5}, "kv_layout": ["fastkv:kv_floor=0"]},
+            {
+                "kv_measured": {"pivot": 3, "tsp_layer": 5},
+                "kv_layout": ["fastkv:kv_floor=0,kv_rate=0.1"],
+            },
             "structkv:pivot=3,kv_floor=0",
             [4, 6],
         ),
@@ -156,7 +159,7 @@ def test_route_tells_what_was_measured(config: dict, policy: str, splits: list[i
     measured = config["kv_measured"]
 
     async def main() -> None:
-        client = await serve(Engine("structkv:kv_floor=0", **config))
+        client = await serve(Engine("structkv:kv_floor=0,kv_rate=0.1", **config))
         answer = (await client.get("/v1/kv_policy")).json()
         assert answer["measured"] == {
             "pivot": measured["pivot"],

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.configs import own_drafts, vllm_config, write_config
+from support.configs import own_drafts, served, vllm_config, write_config
 from vllm.config import KVEventsConfig, VllmConfig
 
 from simulation.other_layers import Others
@@ -91,8 +91,12 @@ class Server:
             beside |= dict(kv_events_config=published, enable_prefix_caching=True)
         config = vllm_config(
             write_config(directory, **others.model(NUM_LAYERS)),
-            self.policy,
-            additional_config={"kv_layout": list(self.layout), "kv_debug": True, **stash},
+            served(self.policy),
+            additional_config={
+                "kv_layout": [served(name) for name in self.layout],
+                "kv_debug": True,
+                **stash,
+            },
             dtype="float32",
             block_size=32,
             max_model_len=self.max_len,

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm_kvx.policy.spec import is_bare, parse_policy, servable
+
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -46,6 +48,11 @@ def write_config(directory: Path, **changes: Any) -> str:
     """Writes a config.json, Llama's with `changes`, and returns its directory."""
     (directory / "config.json").write_text(json.dumps(LLAMA | changes))
     return str(directory)
+
+
+def served(name: str) -> str:
+    """A policy's name as servers take it: a test may leave out how much stays, the paper's rate."""
+    return servable(parse_policy(name)) if is_bare(name) else name
 
 
 def engine_args(model: str, **kwargs: Any) -> dict[str, Any]:

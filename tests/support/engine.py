@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from support import inside
+from support.configs import served
 
 BLOCK = 32  # What the CPU attention backend takes.
 # What it asks of a CPU for an fp8 KV cache.
@@ -48,8 +49,11 @@ class Engine:
     def __init__(self, model: Path, policy: str | None, **options: Any) -> None:
         from vllm import LLM
 
-        config = {} if policy is None else {"kv_policy": policy, "kv_debug": True}
+        config: dict[str, Any] = {} if policy is None else {"kv_debug": True}
         config.update(options.pop("config", {}))
+        if policy is not None:
+            config["kv_policy"] = served(policy)
+            config["kv_layout"] = [served(name) for name in config.get("kv_layout", ())]
         defaults: dict[str, Any] = dict(
             dtype="float32",
             skip_tokenizer_init=True,
@@ -280,7 +284,7 @@ def greedy(max_tokens: int, policy: str | None = None, **sampling: Any) -> Any:
         **{"temperature": 0.0, "logprobs": 0, "detokenize": False} | sampling,
         max_tokens=max_tokens,
         ignore_eos=True,
-        extra_args=None if policy is None else {"kv_policy": policy},
+        extra_args=None if policy is None else {"kv_policy": served(policy)},
     )
 
 

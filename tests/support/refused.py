@@ -56,10 +56,11 @@ def several_engines(config: Any, backend: str) -> Any:
     return changed(config, "parallel_config.data_parallel_backend", backend)
 
 
-def drafted_by(method: str, form: str = "") -> SimpleNamespace:
-    """What vLLM says of a drafter, of a form in which none was tried."""
+def drafted_by(method: str, form: str = "", accepts: str = "standard") -> SimpleNamespace:
+    """What vLLM says of a drafter, of a form in which none was tried, and how it accepts drafts."""
     return SimpleNamespace(
         method=method,
+        rejection_sample_method=accepts,
         parallel_drafting=form == "parallel_drafting",
         enable_adaptive_verification=form == "enable_adaptive_verification",
         use_multi_module_mtp=lambda: form == "several layers",

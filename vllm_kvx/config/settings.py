@@ -329,7 +329,7 @@ def _in_the_policy(key: str, name: str) -> str:
     example = "max" if parameter.endswith("_reduction") else "15"
     return (
         f"{key!r} is no key of additional_config: write it into the policy, "
-        f"as in {parameter}={example}"
+        f"as in {parameter}={example},kv_rate=0.4"
     )
 
 

@@ -12,10 +12,11 @@ from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.cache_dtype import DTYPE_PATTERN
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import Limits
-from vllm_kvx.policy.spec import MAX_LENGTH
+from vllm_kvx.policy.spec import AMOUNTS, MAX_LENGTH
 
 POLICY = "policy"
-# What servers and requests take: a bare name that loses answers is none (``spec.check_served``).
+# What servers and requests take: one that loses answers and does not say how much stays is none
+# (``spec.check_served``).
 SERVED = "servedPolicy"
 POLICY_AT_DTYPE = "policyAtDtype"
 _EXAMPLES = "a KV policy, such as fier-2048 or snapkv:kv_rate=0.2"
@@ -32,7 +33,7 @@ def definitions() -> dict[str, Any]:
     refs = [{"$ref": f"#/definitions/{key}"} for key in methods]
     policy = {"type": "string", "maxLength": MAX_LENGTH, "description": _EXAMPLES}
     at_dtype = policy | {"description": f"{_EXAMPLES}, maybe over another KV cache: full@fp8"}
-    bare = "|".join(method.name for method in METHODS.values() if method.served_as)
+    bare = "|".join(_bare(method) for method in METHODS.values() if method.served_as)
     bare_part = {"pattern": rf"(^|[+])({bare})([+]|$)"}
     return {
         POLICY: policy | {"allOf": [*_names(""), *refs]},
@@ -40,6 +41,13 @@ def definitions() -> dict[str, Any]:
         POLICY_AT_DTYPE: at_dtype | {"allOf": [*_names(f"(@{DTYPE_PATTERN})?"), *refs]},
         **methods,
     }
+
+
+def _bare(method: type[Method]) -> str:
+    """A regular expression of a part that names `method`, and not how much stays."""
+    others = "|".join(sorted({*method.keys()} - AMOUNTS))
+    pair = f"({others})=[^,+]*"
+    return f"{method.name}(:{pair}(,{pair})*)?"
 
 
 def part_pattern(method: type[Method]) -> str:

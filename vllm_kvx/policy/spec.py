@@ -81,17 +81,20 @@ def _composes(text: str) -> str:
     return f"policies compose with '+': write {composed!r}"
 
 
+# Parameters that say how much of a prompt stays.
+AMOUNTS = frozenset({"kv_rate", "kv_budget", "recent"})
 _LOST_NONE = "which lost none of the short ones measured"
 
 
 def check_served(text: str) -> None:
-    """What parses as a policy, and is not to be served by so short a name.
+    """What parses as a policy, and is not to be served by a name that says so little.
 
     Raises:
-        PolicyError: a part is a method's bare name, whose rates are a paper's and lose answers.
+        PolicyError: a part does not say how much stays, and its method's rate is a paper's, which
+            loses answers.
     """
     for part in filter(is_bare, text.split("+")):
-        mine, best = METHODS[part].served_as, METHODS["snapkv"].served_as
+        mine, best = _with_more(part), METHODS["snapkv"].served_as
         fewer = "which loses fewer" if mine != best else _LOST_NONE
         other = "" if mine == best else f"{best}, {_LOST_NONE}, "
         raise PolicyError(
@@ -101,22 +104,52 @@ def check_served(text: str) -> None:
 
 
 def is_bare(name: str) -> bool:
-    """Whether a part of it is a method's name alone, by which no server runs it."""
-    methods = map(METHODS.get, name.split("+"))
-    return any(method is not None and method.served_as for method in methods)
+    """Whether a part of it does not say how much stays, although its method's rate loses answers.
+
+    Other parameters do not say it: `snapkv:window=16` has the paper's rate, as `snapkv` has.
+    """
+    return any(map(_is_bare, name.split("+")))
+
+
+def _is_bare(part: str) -> bool:
+    head, _, written = part.partition(":")
+    method = METHODS.get(head)
+    return method is not None and bool(method.served_as) and not AMOUNTS & set(_pairs(written))
+
+
+def _pairs(written: str) -> dict[str, str]:
+    """The parameters of a part, as the text behind its colon has them."""
+    pairs = (pair.partition("=") for pair in written.split(",") if pair)
+    return {key: value for key, _, value in pairs}
+
+
+def _with_more(part: str) -> str:
+    """What to write in the place of a bare part: its own parameters, and others of `served_as`."""
+    head, _, written = part.partition(":")
+    own, best = _pairs(written), _pairs(METHODS[head].served_as.partition(":")[2])
+    more = {key: value for key, value in best.items() if key not in own}
+    for added in (more, {key: value for key, value in more.items() if key in AMOUNTS}):
+        name = f"{head}:{','.join(f'{key}={value}' for key, value in {**own, **added}.items())}"
+        try:
+            parse_policy(name)
+        except PolicyError:
+            continue  # Not `after` beside `lookahead`, or a window with which it is too long.
+        return name
+    return METHODS[head].served_as
 
 
 def servable(policy: KVPolicy) -> str:
-    """A name of `policy` that ``check_served`` takes: the rates stand where it would be bare."""
+    """A name of `policy` that ``check_served`` takes: it says how much stays."""
     return "+".join(map(_with_rates, policy.parts)) or str(policy)
 
 
 def _with_rates(part: Method) -> str:
     name = str(part)
-    if name != part.name or not part.served_as:
+    if not _is_bare(name):
         return name
-    rates = {k: v for k, v in part.parameters().items() if k.endswith("_rate") or k == "recent"}
-    return f"{name}:{','.join(f'{key}={write_value(value)}' for key, value in rates.items())}"
+    rates = {k: v for k, v in part.parameters().items() if k in AMOUNTS}
+    written = ",".join(f"{key}={write_value(value)}" for key, value in rates.items())
+    return f"{name}{',' if ':' in name else ':'}{written}"
 
 
 def _allowed() -> str:

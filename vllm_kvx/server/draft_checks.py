@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 # What drafts tokens by the text alone, and what by the hidden states of the model.
 BY_TEXT = ("ngram", "ngram_gpu", "draft_model")
 BY_STATES = ("eagle", "eagle3", "mtp")
+# The ways to accept drafts after which an answer is the model's own. vLLM has others: `synthetic`
+# accepts by a rate that a benchmark makes up, and `fly` of 0.33 what is nearly right.
+_TRUE_TO_THE_MODEL = ("standard", "block")
 
 
 def has_layers(c: "VllmConfig") -> bool:
@@ -33,6 +36,12 @@ def _drafts_otherwise(c: "VllmConfig") -> bool:
         or drafter.use_multi_module_mtp()
         or drafter.use_gemma4_mtp()
     )
+
+
+def _accepts_otherwise(c: "VllmConfig") -> bool:
+    """Whether drafts are accepted that the model would not have given."""
+    drafter = c.speculative_config
+    return drafter is not None and drafter.rejection_sample_method not in _TRUE_TO_THE_MODEL
 
 
 def _has_mtp_by_rows(c: "VllmConfig") -> bool:
@@ -96,6 +105,13 @@ WITH_DRAFTS: tuple[Refusal, ...] = (
         "positions of this model have several parts (M-RoPE), with which no test drafts by the "
         "model's own MTP layers: set the method of --speculative-config to ngram, or drop it",
         MODEL,
+    ),
+    Refusal(
+        _accepts_otherwise,
+        "this rejection_sample_method of --speculative-config accepts drafts that the model would "
+        "not have given, so that answers are not those of the policy: set it to "
+        f"{' or '.join(_TRUE_TO_THE_MODEL)}, or leave it out",
+        DRAFTS,
     ),
 )
 

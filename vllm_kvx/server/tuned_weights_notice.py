@@ -7,6 +7,7 @@ from typing import Any
 from vllm_kvx.errors import ToolError
 from vllm_kvx.policy.axes import Propagate
 from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.spec import servable
 from vllm_kvx.records.model_key import ModelIdentity
 from vllm_kvx.records.tuned_weights import FILE, TunedRecord, read
 
@@ -84,7 +85,7 @@ class TunedWeightsNotice:
         reason, record = self._untuned(method), self.record
         if record is not None and reason is None:
             return f"{policy}: weights tuned for {record.policy} ({record.says()}).", True
-        command = f"`{self._command(method)}`, then `vllm serve DIR --kv-policy {policy}`"
+        command = f"`{self._command(method)}`, then `vllm serve DIR --kv-policy {servable(policy)}`"
         if record is not None:
             return (
                 f"{policy}: weights tuned for {record.policy}, not for {method}: {reason}. Answers "

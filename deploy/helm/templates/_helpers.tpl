@@ -155,8 +155,9 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- range concat (list .Values.policy) .Values.layout -}}
 {{- range splitList "+" . -}}
-{{- if has . (list "fastkv" "structkv" "snapkv" "pyramidkv" "criticalkv" "knorm" "streamingllm") -}}
-{{- fail (printf "%s does not say how much stays, and its paper's rates lose answers: give kv_rate, as in %s:kv_rate=0.4, or write snapkv:kv_rate=0.2,after=32, which lost none of the short answers measured" . .) -}}
+{{- $name := regexFind "^[a-z]+" . -}}
+{{- if and (has $name (list "fastkv" "structkv" "snapkv" "pyramidkv" "criticalkv" "knorm" "streamingllm")) (not (regexMatch "[:,](kv_rate|kv_budget|recent)=" .)) -}}
+{{- fail (printf "%s does not say how much stays, and its paper's rates lose answers: give kv_rate, as in %s:kv_rate=0.4, or write snapkv:kv_rate=0.2,after=32, which lost none of the short answers measured" . $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

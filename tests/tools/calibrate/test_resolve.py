@@ -234,9 +234,9 @@ def test_the_policys_parameters_are_measured(
 ) -> None:
     find(model)
     for policy, changed in (
-        ("structkv:window=4", {"window": 4}),
-        ("structkv:window=4,struct_rate=0.5", {"window": 4, "struct_rate": 0.5}),
-        ("structkv:struct_rate=0.5,decay=0.8", {"struct_rate": 0.5, "decay": 0.8}),
+        ("structkv:window=4,kv_rate=0.1", {"window": 4}),
+        ("structkv:window=4,struct_rate=0.5,kv_rate=0.1", {"window": 4, "struct_rate": 0.5}),
+        ("structkv:struct_rate=0.5,decay=0.8,kv_rate=0.1", {"struct_rate": 0.5, "decay": 0.8}),
     ):
         before = len(tool.ran)
         config, _ = find(model, policy)
@@ -251,7 +251,7 @@ def test_the_policys_parameters_are_measured(
 
 
 def test_fastkv_is_measured_too(tool: Tool, find: Callable[..., Any], model: Path) -> None:
-    config, [line] = find(model, "fastkv:tsp_rate=0.2")
+    config, [line] = find(model, "fastkv:tsp_rate=0.2,kv_rate=0.1")
     [ran] = tool.ran
     assert ran[:4] == ["calibrate", str(model), "--method", "fastkv"]
     assert ran[4:] == ["--window", "8", "--kernel", "7", "--tsp-rate", "0.2", "--no-plot"]
@@ -287,7 +287,7 @@ def test_a_rate_is_measured_with_its_layer(
     assert settings.measured.of_status(status) == settings.measured
     # A second start finds both; one that names the rate finds the layer.
     assert find(model, "fastkv:kv_rate=0.1")[0] == config
-    named = find(model, f"fastkv:tsp_rate={measured['tsp_rate']}")[0]["kv_measured"]
+    named = find(model, f"fastkv:kv_rate=0.1,tsp_rate={measured['tsp_rate']}")[0]["kv_measured"]
     assert named == {key: measured[key] for key in named} and "tsp_rate" in named
     assert len(tool.ran) == 1
     with pytest.raises(ValueError, match=r"tsp_rate must be in \(0, 1\], got 2"):
@@ -307,7 +307,7 @@ def test_the_papers_layer_is_said_to_be_the_papers(
 def test_the_measured_reduction_goes_with_the_layer(
     tool: Tool, find: Callable[..., Any], model: Path
 ) -> None:
-    find(model, "fastkv:tsp_reduction=max,tsp_rate=0.2")
+    find(model, "fastkv:tsp_reduction=max,tsp_rate=0.2,kv_rate=0.1")
     assert tool.ran[0][-3:-1] == ["--reduction", "max"]
     config, [line] = find(model, "fastkv:kv_rate=0.1")
     assert len(tool.ran) == 1 and line.startswith(
@@ -325,11 +325,11 @@ def test_the_measured_reduction_goes_with_the_layer(
 def test_one_server_measures_for_one_set_of_parameters(
     tool: Tool, find: Callable[..., Any], model: Path
 ) -> None:
-    for other in ("fastkv:kv_rate=0.1", "fastkv:tsp_rate=0.2"):
+    for other in ("fastkv:kv_rate=0.1", "fastkv:tsp_rate=0.2,kv_rate=0.1"):
         with pytest.raises(PolicyError, match=r"another tsp_rate.*write tsp_layer=<int> in one"):
-            find(model, other, kv_layout=["fastkv:tsp_rate=0.4"])
-    given = "fastkv:tsp_rate=0.2"
-    config, _ = find(model, given, kv_layout=["fastkv:tsp_rate=0.4,tsp_layer=3", given])
+            find(model, other, kv_layout=["fastkv:tsp_rate=0.4,kv_rate=0.1"])
+    given = "fastkv:tsp_rate=0.2,kv_rate=0.1"
+    config, _ = find(model, given, kv_layout=["fastkv:tsp_rate=0.4,tsp_layer=3,kv_rate=0.1", given])
     assert config["kv_measured"]["tsp_layer"] == 3
 
 
@@ -345,9 +345,9 @@ def test_policies_that_the_server_makes_room_for(
 @pytest.mark.parametrize(
     ("policy", "config"),
     [
-        ("structkv:pivot=3", {}),
-        ("structkv:pivot=online", {}),
-        ("structkv:struct_rate=1", {}),
+        ("structkv:pivot=3,kv_rate=0.1", {}),
+        ("structkv:pivot=online,kv_rate=0.1", {}),
+        ("structkv:struct_rate=1,kv_rate=0.1", {}),
         ("structkv:kv_rate=0.1", {"kv_measured": {"pivot": 3}}),
         ("speed-4", {}),
     ],

@@ -260,3 +260,21 @@ def test_an_entry_of_another_default_floor_is_ignored(
 
     assert found() == [False, True, True, False]
     assert found(kv_floor=records.DEFAULT_KV_FLOOR) == [True] * 4
+
+
+def test_answers_that_ended_before_retention_are_told_or_not_saved() -> None:
+    name = "fastkv:tsp_layer=3,kv_rate=0.2,after=8"
+    facts: dict[str, Any] = {"date": "2026-01-02", RESOLVED: {"full": "full", name: name}}
+
+    def saved(*generated: int) -> Mapping[str, str]:
+        summary = Summary(
+            Answer(Row(row), QuestionId("notes", 512, index), 1.0, 500, 0.6, 0.6, "", count)
+            for row in ("full", name)
+            for index, count in enumerate(generated)
+        )
+        return by_name(save(model_key(CONFIG, None), summary, facts).refused)
+
+    assert "retained nothing, since no answer has more than 8 tokens" in saved(8, 1)[name]
+    assert not saved(8, 9, 10)
+    says = notice().as_json(parse_policy(name))["says"]
+    assert "(3 prompts of 512 tokens, 1 answers ended before retention, full 100.0%" in says

@@ -2,6 +2,7 @@
 
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,14 @@ FACTS = {"model": "m", "model_key": "k", "seed": 0, "dtype": "auto", "date": "to
 
 def answer(index: int, policy: str = "full", score: float = 1.0) -> Answer:
     return Answer(
-        Row.parse(policy), QuestionId("notes", 512, index), score, 500, 1.0, 1.0, " zebra — ok.\n"
+        Row.parse(policy),
+        QuestionId("notes", 512, index),
+        score,
+        500,
+        1.0,
+        1.0,
+        " zebra — ok.\n",
+        7,
     )
 
 
@@ -36,11 +44,23 @@ def test_the_form_of_the_files_stays(tmp_path: Path) -> None:
     assert (tmp_path / ANSWERS_FILE).read_text(encoding="utf-8") == (
         '{"question": {"policy": "fier-64@fp8 (original)", "task": "notes", "length": 512, '
         '"index": 3}, "score": 0.5, "tokens": 500, "kept": 1.0, "read": 1.0, '
-        '"text": " zebra — ok.\\n"}\n'
+        '"text": " zebra — ok.\\n", "generated": 7}\n'
     )
     assert json.loads((tmp_path / RUN_FILE).read_text())["resolved"] == {
         "fier-64@fp8 (original)": "fier-64:dense_below=0@fp8"
     }
+
+
+def test_older_answers_do_not_say_how_long_they_are(tmp_path: Path) -> None:
+    Store(tmp_path, FACTS).add([answer(0)])
+    path = tmp_path / ANSWERS_FILE
+    path.write_text(path.read_text().replace(', "generated": 7', ""))
+    store = Store(tmp_path, FACTS)
+    (found,) = store
+    assert found == replace(answer(0), generated=None)
+    # Asked again, the later line counts.
+    store.add([answer(0)])
+    assert list(Store(tmp_path, FACTS)) == [answer(0)]
 
 
 @pytest.mark.parametrize(

@@ -217,3 +217,36 @@ def test_a_policy_that_dropped_nothing_is_told() -> None:
     )
     (note,) = report.notes(summary)
     assert note.startswith("snapkv kept and read every entry") and note in report.table(summary)
+
+
+@pytest.mark.parametrize(
+    "name", ["snapkv:kv_rate=0.2,after=8", "fastkv:tsp_layer=3,kv_rate=0.2,after=8"]
+)
+def test_answers_that_end_before_retention_are_told(name: str) -> None:
+    """By their tokens: beside propagation less than all is kept of any."""
+
+    def notes(*generated: int | None) -> list[str]:
+        summary = Summary(
+            Answer(Row(row), QuestionId("notes", 512, index), 1.0, 500, 0.6, 0.6, "", count)
+            for row in ("full", name)
+            for index, count in enumerate(generated)
+        )
+        (whole,) = (
+            {key: cell[key] for key in ("early", "untold") if key in cell}
+            for cell in report.as_json(summary, {})["cells"]
+            if (cell["policy"], cell["task"], cell["length"]) == (name, "all", "all")
+        )
+        early = sum(count is not None and count <= 8 for count in generated)
+        counts = {"early": early, "untold": generated.count(None)}
+        assert whole == {key: count for key, count in counts.items() if count}
+        return report.notes(summary)
+
+    assert notes(9, 40) == []
+    assert notes(9, 8, 1) == [
+        f"{name}: 2 of 3 answers ended within 8 tokens, before retention dropped anything."
+    ]
+    assert notes(8, 1) == [
+        f"{name} retained nothing, since no answer has more than 8 tokens: ask for longer ones."
+    ]
+    (note,) = notes(9, None)
+    assert note.startswith(f"{name}: 1 of 2 answers are of an older version")

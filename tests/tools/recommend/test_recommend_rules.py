@@ -76,7 +76,7 @@ def test_those_that_gain_most_come_first() -> None:
         ("snapkv:kv_rate=1", {}, "what the others are compared with"),
         ("auto", {}, "a server chooses one"),
         ("snapkv:kv_rate=0.2,after=32", {}, "drops nothing before 32 tokens"),
-        ("fastkv:tsp_layer=15,kv_rate=0.2,after=8", {}, "is not told apart here"),
+        ("fastkv:tsp_layer=15,kv_rate=0.2,after=32", {}, "drops nothing before 32 tokens"),
         ("snapkv:kv_rate=0.2", {"kv_cache_dtype": "int8_per_token_head"}, "it drops or moves"),
         ("snapkv:lookahead=32", {"config": LLAMA | MROPE}, "cannot look ahead"),
         (
@@ -90,6 +90,13 @@ def test_those_that_gain_most_come_first() -> None:
 def test_what_is_left_out(name: str, changes: dict[str, Any], why: str) -> None:
     found, ((left, said),) = candidates([name], facts(**changes), 32, 32000, gains)
     assert not found and left == name and why in said
+
+
+def test_what_waits_beside_propagation_is_asked() -> None:
+    names = ["fastkv:tsp_layer=15,kv_rate=0.2,after=32"]
+    names.append("fastkv:tsp_layer=15,kv_rate=1+snapkv:kv_rate=0.4,after=32")
+    found, left_out = candidates(names, facts(), 33, 32000, gains)
+    assert [each.name for each in found] == names and not left_out
 
 
 def test_what_waits_and_what_is_drafted_is_counted() -> None:

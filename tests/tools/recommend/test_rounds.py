@@ -1,5 +1,6 @@
 """Rounds of questions to an engine whose answers are known beforehand."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from vllm_kvx.tools.evaluate.engine import Answered, Progress, Prompt
 from vllm_kvx.tools.evaluate.questions import PreparedPrompt
 from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
 from vllm_kvx.tools.evaluate.shares import Shares
-from vllm_kvx.tools.evaluate.store import QuestionId, Store
+from vllm_kvx.tools.evaluate.store import ANSWERS_FILE, QuestionId, Store
 from vllm_kvx.tools.recommend import report
 from vllm_kvx.tools.recommend import rounds as rounds_module
 from vllm_kvx.tools.recommend.gains import Gains, Workload
@@ -26,7 +27,11 @@ from vllm_kvx.tools.tasks.base import FixedTask, Sample
 MOST = 256
 # By gain, the best first.
 NAMES = ("streamingllm", "snapkv:kv_rate=0.2", "snapkv:kv_rate=0.4", "fier-512")
-WAITS = "snapkv:kv_rate=0.2,after=8"
+WAITING = (
+    "snapkv:kv_rate=0.2,after=8",
+    "fastkv:tsp_layer=3,kv_rate=0.2,after=8",
+    "fastkv:tsp_layer=3,kv_rate=1+snapkv:kv_rate=0.2,after=8",
+)
 
 
 class Numbers(FixedTask):
@@ -78,12 +83,10 @@ class Scripted:
             progress.finish(prompt, 1)
         numbers = [prompt.token_ids[0] for prompt in prompts]
         texts = [str(n) if self.is_right(row, n) else "no" for n in numbers]
-        # Every other answer is longer than what `WAITS` waits for.
-        return [Answered(t, 0.0, 4 + 8 * (n % 2)) for t, n in zip(texts, numbers, strict=True)]
+        # Every other answer is longer than what those of `WAITING` wait for.
+        return [Answered(t, 0.0, 8 + n % 2) for t, n in zip(texts, numbers, strict=True)]
 
     def shares(self, row: Row, prompt_len: int, generated: int) -> Shares:
-        if row == Row(WAITS) and generated <= 8:
-            return Shares(1.0, 1.0, 1.0)
         return Shares(0.5, 0.5, 1.0)
 
     def resolved(self, row: Row) -> Row:
@@ -149,18 +152,48 @@ def test_one_that_is_kept_ends_the_asking_of_those_that_gain_less(tmp_path: Path
     assert engine.asked[NAMES[1]] == engine.asked["full"]
 
 
-def test_answers_of_which_nothing_was_dropped_do_not_count(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rounds = rounds_in(tmp_path)
+def rounds_of_one(directory: Path, name: str) -> Rounds:
+    rounds = rounds_in(directory)
     first = rounds.standings[0].candidate
-    rounds.standings = [Standing(Candidate(WAITS, parse_policy(WAITS), first.gains))]
-    # Right where it is as `full`, and wrong where it has dropped something.
-    ask(rounds, lambda row, number: row == FULL_ROW or number % 2 == 0)
+    rounds.standings = [Standing(Candidate(name, parse_policy(name), first.gains))]
+    return rounds
+
+
+def right_in_short_answers(row: Row, number: int) -> bool:
+    """Right where nothing was dropped, and wrong where something was."""
+    return row == FULL_ROW or number % 2 == 0
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_answers_of_which_nothing_was_dropped_do_not_count(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds = rounds_of_one(tmp_path, name)
+    ask(rounds, right_in_short_answers)
     (standing,) = rounds.standings
     assert standing.verdict is Verdict.LOST and standing.asked == 8
     assert standing.share is not None and standing.share.value == 0
-    assert f"{WAITS}: 8 answers for which nothing was dropped" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{name}: 8 answers do not count, which ended within 8 tokens" in said
+    assert "asked again" not in said
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_older_answers_that_do_not_say_how_long_they_are_are_asked_again(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask(rounds_of_one(tmp_path, name), right_in_short_answers)
+    path = tmp_path / ANSWERS_FILE
+    path.write_text(re.sub(r', "generated": \d+', "", path.read_text()))
+    capsys.readouterr()
+    rounds = rounds_of_one(tmp_path, name)
+    engine = ask(rounds, right_in_short_answers)
+    # Those of `full` are as good as they were.
+    assert engine.asked == {name: 16}
+    (standing,) = rounds.standings
+    assert standing.verdict is Verdict.LOST and standing.asked == 8
+    assert f"{name}: 16 answers of an older version are asked again" in capsys.readouterr().out
+    assert not ask(rounds_of_one(tmp_path, name), right_in_short_answers).asked
 
 
 def test_full_has_to_have_some_right(tmp_path: Path) -> None:

@@ -51,8 +51,9 @@ def ask(
             length = len(prompt.token_ids)
             shares = engine.shares(row, length, answer.tokens)
             score = prepared[question].score(answer.text, answer.nats)
+            kept, read = shares.kept, shares.read
             found.append(
-                Answer(row, question, score, length, shares.kept, shares.read, answer.text)
+                Answer(row, question, score, length, kept, read, answer.text, answer.tokens)
             )
         store.add(found)
 

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.tools.evaluate.differences import differences
 from vllm_kvx.tools.evaluate.intervals import LEAST_DIFFERENT, Interval
 from vllm_kvx.tools.evaluate.recovery import Recovery, bucket_name, recoveries
-from vllm_kvx.tools.evaluate.summary import KEPT_ALL, PERPLEXITY, Cell, Summary, kept_all
+from vllm_kvx.tools.evaluate.summary import PERPLEXITY, Cell, Summary, untested
 from vllm_kvx.tools.kv_layers import KVLayers
 
 # What a recovery is made of, see ``Recovery``.
@@ -62,9 +63,26 @@ def table(summary: Summary, layers: KVLayers | None = None) -> str:
 
 
 def notes(summary: Summary) -> list[str]:
-    """The rows whose figures are those of `full`, since nothing of these prompts was dropped."""
-    cells = [(row, summary.cell(row)) for row in summary.rows]
-    return [f"{row} {KEPT_ALL}." for row, cell in cells if cell is not None and kept_all(row, cell)]
+    """The rows whose figures are not of what they drop: of no answer, or not of every answer."""
+    found = []
+    for row in summary.rows:
+        cell = summary.cell(row)
+        if cell is None:
+            continue
+        waits = f"{parse_policy(row.policy).num_generated} tokens"
+        if why := untested(row, cell):
+            found.append(f"{row} {why}.")
+        elif cell.early:
+            found.append(
+                f"{row}: {cell.early} of {cell.count} answers ended within {waits}, before "
+                "retention dropped anything."
+            )
+        if cell.untold:
+            found.append(
+                f"{row}: {cell.untold} of {cell.count} answers are of an older version, which does "
+                f"not say whether they have more than {waits}: another --output asks them again."
+            )
+    return found
 
 
 def task_table(summary: Summary, length: int | None = None) -> str:
@@ -170,6 +188,8 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
         "kept": round(cell.kept, 5),
         "read": round(cell.read, 5),
         "tokens": round(cell.tokens, 1),
+        **({"early": cell.early} if cell.early else {}),
+        **({"untold": cell.untold} if cell.untold else {}),
     }
 
 

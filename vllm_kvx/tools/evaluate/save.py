@@ -17,7 +17,7 @@ from vllm_kvx.records.evaluation import canonical, is_beside_unquantized, read, 
 from vllm_kvx.records.folder import WAY_OUT
 from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
 from vllm_kvx.tools.evaluate.store import resolved_of
-from vllm_kvx.tools.evaluate.summary import KEPT_ALL, Cell, Summary, kept_all
+from vllm_kvx.tools.evaluate.summary import Cell, Summary, untested
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def save(
         elif summary.answers(summary.yardstick).keys() - summary.answers(row).keys():
             # Short prompts come first: what was left out may be what a policy loses.
             refused[row] = "which did not answer all prompts"
-        elif kept_all(row, cell):
-            refused[row] = f"which {KEPT_ALL}"
+        elif why := untested(row, cell):
+            refused[row] = f"which {why}"
         elif full_dtype and is_beside_unquantized(record["policies"].get(stored)):
             refused[row] = f"which was compared with full that is not over {full_dtype}"
         if row in needless or row in refused:
@@ -100,6 +100,7 @@ def save(
             "kv_floor": DEFAULT_KV_FLOOR,
             "date": facts.get("date"),
             "dtype": facts.get("dtype"),
+            **({"early": cell.early} if cell.early else {}),
             **({"original": original} if original else {}),
             **({"full_kv_cache_dtype": full_dtype} if full_dtype else {}),
         }

@@ -20,6 +20,14 @@ class Shares(NamedTuple):
     propagated: float
 
 
+def ends_early(policy: KVPolicy, generated: int) -> bool:
+    """Whether an answer of so many tokens ends while `policy` still waits to retain (`after=n`).
+
+    What was retained shows only in answers of more tokens; without `after` none ends early.
+    """
+    return generated <= policy.num_generated > 0
+
+
 def shares_of(
     policy: KVPolicy,
     prompt_len: int,
@@ -37,7 +45,7 @@ def shares_of(
     server may split (``worker/split_layers``) as whole.
     """
     # The last token is never run.
-    ends_early = generated is not None and generated <= policy.num_generated
+    is_early = generated is not None and ends_early(policy, generated)
     selection = policy.selection(prompt_len, num_layers)
     kept = read = rows = 0
     for layer in range(num_layers):
@@ -49,7 +57,7 @@ def shares_of(
             continue
         storage = storage_of(policy, prompt_len, layer, block_size, num_layers)
         # All of what the layer computed, where nothing was dropped.
-        stored = prompt_len - storage.waiting.size if ends_early else storage.kept
+        stored = prompt_len - storage.waiting.size if is_early else storage.kept
         kept += stored
         retrieve = policy.retrieve
         if retrieve is None or layer < DENSE_LAYERS or stored < retrieve.floor(0):

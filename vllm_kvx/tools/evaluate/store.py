@@ -47,6 +47,8 @@ class Answer:
     tokens: of the prompt. kept: share of the prompt's KV entries that the cache holds after it, or
     at the answer's end where retention waits for generated tokens.
     read: share of them that a decode step reads. text: the answer, or what was measured.
+    generated: tokens of the answer; None where an older version wrote it down, which did not keep
+    that.
     """
 
     row: Row
@@ -56,6 +58,7 @@ class Answer:
     kept: float
     read: float
     text: str
+    generated: int | None = None
 
     @property
     def key(self) -> tuple[Row, QuestionId]:
@@ -71,6 +74,7 @@ class Answer:
             "kept": self.kept,
             "read": self.read,
             "text": self.text,
+            "generated": self.generated,
         }
 
     @classmethod

@@ -9,14 +9,16 @@ from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.tools.evaluate.intervals import Interval, of_difference, of_mean, of_ratio, of_values
 from vllm_kvx.tools.evaluate.loops import can_loop, has_loop
 from vllm_kvx.tools.evaluate.rows import FULL_ORIGINAL, FULL_ROW, Row
+from vllm_kvx.tools.evaluate.shares import ends_early
 from vllm_kvx.tools.evaluate.store import Answer, QuestionId
 
 PERPLEXITY = "perplexity"
 # The shortest bucket's prompts have up to so many tokens; each other one's up to twice as many.
 SHORTEST_BUCKET = 512
 
-# What there is to say of a row of which `kept_all` holds.
-KEPT_ALL = "kept and read every entry of these prompts: ask longer ones to see what it loses"
+# What there is to say of a row that `kept_all` holds of, and of one whose answers all end early.
+_KEPT_ALL = "kept and read every entry of these prompts: ask longer ones to see what it loses"
+_ALL_EARLY = "retained nothing, since no answer has more than {} tokens: ask for longer ones"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Cell:
     loops: share of the answers that end in a loop (SPEED, Eq. 8), of tasks of which any answer is
     long enough for one; None where none is.
     kept, read, tokens: means over the prompts, see ``Answer``.
+    early, untold: answers that ended before retention (`after=n`) dropped anything, and those that
+    an older version wrote down, of which nobody knows; 0 of a policy that does not wait.
     """
 
     count: int
@@ -44,6 +48,8 @@ class Cell:
     kept: float
     read: float
     tokens: float
+    early: int = 0
+    untold: int = 0
 
 
 def kept_all(row: Row, cell: Cell) -> bool:
@@ -55,6 +61,13 @@ def kept_all(row: Row, cell: Cell) -> bool:
     policy = parse_policy(row.policy)
     may_be_full = not policy.is_full and policy.propagate is None
     return may_be_full and cell.kept >= 1 and cell.read >= 1
+
+
+def untested(row: Row, cell: Cell) -> str | None:
+    """Why a cell's answers say nothing of what a policy loses, after its name; None if they do."""
+    if cell.early == cell.count:
+        return _ALL_EARLY.format(parse_policy(row.policy).num_generated)
+    return _KEPT_ALL if kept_all(row, cell) else None
 
 
 @dataclass(frozen=True)
@@ -164,6 +177,8 @@ class Summary:
             from_full = of_difference(pairs, [first.question.text for first, _ in both])
             same = of_mean([float(_plain(a.text) == _plain(b.text)) for a, b in both])
         long = [a.key for a in answers if a.question.task in self.looping]
+        policy = parse_policy(answers[0].row.policy)
+        counts = [a.generated for a in answers if policy.num_generated]
 
         def mean(value: Callable[[Answer], float]) -> float:
             return math.fsum(map(value, answers)) / len(answers)
@@ -178,6 +193,8 @@ class Summary:
             mean(lambda answer: answer.kept),
             mean(lambda answer: answer.read),
             mean(lambda answer: float(answer.tokens)),
+            sum(count is not None and ends_early(policy, count) for count in counts),
+            counts.count(None),
         )
 
 

@@ -159,8 +159,6 @@ def _problems(
             f"it drops nothing before {policy.num_generated} tokens, and no answer is longer: "
             "--tasks long_answers, or --prompts with long answers, would tell"
         )
-    if policy.num_generated and policy.propagate is not None:
-        yield "which of its answers end before anything is dropped is not told apart here"
     if (why := why_not_over(facts.kv_cache_dtype, policy)) is not None:
         yield f"it {why}"
     for said, only_propagation in facts.limits:

@@ -14,6 +14,7 @@ from vllm_kvx.tools.evaluate.full_answers import are_too_few
 from vllm_kvx.tools.evaluate.intervals import Interval, least_right, of_kept
 from vllm_kvx.tools.evaluate.progress import AnswersBar
 from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
+from vllm_kvx.tools.evaluate.shares import ends_early
 from vllm_kvx.tools.evaluate.store import QuestionId, Store
 from vllm_kvx.tools.recommend.ladder import Candidate, that_may_win
 from vllm_kvx.tools.recommend.questions import Questions, Round
@@ -169,8 +170,9 @@ class Rounds:
         Raises:
             OutOfTime: what is answered then is kept.
         """
-        rows = [FULL_ROW, *(standing.row for standing in wanted)]
-        missing = {row: [q for q in each.asked if (row, q) not in self._store] for row in rows}
+        missing = {FULL_ROW: [q for q in each.asked if (FULL_ROW, q) not in self._store]}
+        for standing in wanted:
+            missing[standing.row] = self._missing(standing, each)
         if not any(missing.values()):
             return
         prompts = {row: [each.asked[q].prompt for q in left] for row, left in missing.items()}
@@ -181,6 +183,24 @@ class Rounds:
                 if row == FULL_ROW:
                     bar.clear()
                     self._check_full(each)
+
+    def _missing(self, standing: Standing, each: Round) -> list[QuestionId]:
+        """The questions of a round that a candidate is to be asked, those to be asked again too."""
+        left = [q for q in each.asked if not self._is_told(standing, q)]
+        if again := sum((standing.row, q) in self._store for q in left):
+            self._say(
+                f"{standing.row}: {again} answers of an older version are asked again, which does "
+                "not say how many tokens they have"
+            )
+        return left
+
+    def _is_told(self, standing: Standing, question: QuestionId) -> bool:
+        """Whether an answer is there, and tells whether it ended before anything was dropped."""
+        if (standing.row, question) not in self._store:
+            return False
+        if not standing.candidate.policy.num_generated:
+            return True
+        return self._store[standing.row, question].generated is not None
 
     def _ask(
         self,
@@ -217,14 +237,16 @@ class Rounds:
     def _look(self, each: Round, wanted: Sequence[Standing]) -> None:
         """Looks at what the answers so far say of those that were asked."""
         for standing in wanted:
-            row, store = standing.row, self._store
-            both = [q for q in each.asked if (row, q) in store and (FULL_ROW, q) in store]
-            if standing.candidate.policy.num_generated:
-                # Where an answer ended before anything was dropped, it is the one of `full`.
-                short = len(both)
-                both = [q for q in both if store[row, q].kept < 1]
-                if short := short - len(both):
-                    self._say(f"{row}: {short} answers for which nothing was dropped do not count")
+            row, store, policy = standing.row, self._store, standing.candidate.policy
+            both = [q for q in each.asked if self._is_told(standing, q) and (FULL_ROW, q) in store]
+            # Such an answer is the one without retention.
+            early = {q for q in both if ends_early(policy, store[row, q].generated or 0)}
+            if early:
+                self._say(
+                    f"{row}: {len(early)} answers do not count, which ended within "
+                    f"{policy.num_generated} tokens: before retention dropped anything"
+                )
+            both = [q for q in both if q not in early]
             if not both:
                 continue
             pairs = [(store[row, q].score, store[FULL_ROW, q].score) for q in both]
