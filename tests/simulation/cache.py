@@ -64,6 +64,18 @@ class Cache:
         if self._copies_pages:
             _copy(self._sidecars, source, target, self.num_groups)
 
+    # What a KV connector copies: keys and values, without their sidecar.
+
+    def entries_in(self, block: int) -> Ints:
+        """(memories, B) what all layers of a block's KV group have in it."""
+        return self._slots[:, self._slots_in(block)].copy()
+
+    def put_entries(self, block: int, entries: Ints) -> None:
+        """entries: of `entries_in`, which may be another server's."""
+        if block == 0:
+            raise Mismatch("entries are loaded into a block that nobody holds")
+        self._slots[:, self._slots_in(block)] = entries
+
     # Hidden states, for which all layers' pages of a block are used.
 
     def keep_states(self, block: int, states: list[State]) -> None:

@@ -1,8 +1,10 @@
 """Scheduler and worker of a server, driven a step at a time."""
 
+import pickle
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -10,20 +12,37 @@ from support import inside
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from simulation.blocks import check_blocks, check_windows
 from simulation.cache import Mismatch
+from simulation.offloading import offloading
 from simulation.queue import Queue
 from simulation.router import Router
 from simulation.server import NUM_LAYERS, Case, Server
 from simulation.traffic import Text
 from simulation.worker import Worker
 from vllm_kvx.cache.scheduler import AsyncPolicyScheduler, PolicyScheduler
+from vllm_kvx.config.connectors import NIXL
 
 # Steps after which a server that got nothing new has to be idle.
 LONGEST_REST = 3000
+# The chance that a worker which may be late runs all that it has.
+RUNS = 0.4
+
+
+@dataclass
+class Step:
+    """One that the worker has, and which the scheduler has not heard of.
+
+    result: once it has run. moved: what the KV connector's worker says.
+    """
+
+    output: SchedulerOutput
+    result: ModelRunnerOutput | None = None
+    moved: KVConnectorOutput | None = None
 
 
 class Engine:
@@ -34,6 +53,7 @@ class Engine:
     Attributes:
         live: requests that have not ended, by id. finished: how many have. preempted: how often
             any was.
+        ended: ``kv_transfer_params`` of what has, by id. answers: the tokens of requests, by id.
         queue: see ``Queue``. router: see ``Router``; None if no events are published.
     """
 
@@ -44,6 +64,8 @@ class Engine:
         self.case = case
         vllm_config = case.config(config)
         self.worker = Worker(vllm_config, case, rng or random.Random(0), server.others)
+        if server.connector == "OffloadingConnector":
+            self.worker.transfers = offloading(vllm_config, self.worker)
         scheduler = AsyncPolicyScheduler if case.is_async else PolicyScheduler
         sizes = resolve_kv_cache_block_sizes(self.worker.kv_cache_config, vllm_config)
         self.scheduler: Any = scheduler(
@@ -61,13 +83,20 @@ class Engine:
             self.router = Router(self.scheduler, self.worker.cache, NUM_LAYERS)
         self.live: dict[str, None] = {}
         self.finished = self.preempted = 0
-        self._unreported: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.ended, self.answers = dict[str, Any](), dict[str, list[int]]()
+        self._asked: dict[str, int | None] = {}  # By request, how many tokens.
+        self._unreported: deque[Step] = deque()
+        self._rng = rng or random.Random(0)
+        # Where another server's entries come while steps run.
+        self._lags = case.is_async and server.connector == NIXL
 
     def add(self, request: Request) -> None:
         """A client sends it."""
         lora = request.lora_request
         text = Text([], request.cache_salt, 0 if lora is None else lora.lora_int_id)
         self.worker.expect(request.request_id, text)
+        assert request.sampling_params is not None
+        self._asked[request.request_id] = request.sampling_params.max_tokens
         self.scheduler.add_request(request)
         self.live[request.request_id] = None
 
@@ -75,6 +104,17 @@ class Engine:
         """Its client is gone."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         del self.live[name]
+
+    def reset(self, reset_running: bool) -> None:
+        """Empties the prefix cache. reset_running: preempts all requests that run."""
+        scheduler = self.scheduler
+        if scheduler.connector is not None:
+            # vLLM refuses to where blocks wait for a transfer, or for a step that writes them.
+            num_held = len(scheduler.requests) - len(scheduler.running) - len(scheduler.waiting)
+            reset_running &= not (num_held or self._unreported)
+        # It fails where a request that was preempted so loads in the next step, so nothing is left.
+        also_connector = scheduler.connector is not None and reset_running
+        scheduler.reset_prefix_cache(reset_running, reset_connector=also_connector)
 
     def step(self) -> Sequence[str]:
         """One step, if there is something to do; the requests that run in it, by id.
@@ -97,10 +137,30 @@ class Engine:
         check_blocks(self.scheduler)
         check_windows(self.scheduler, output, processed)
         self.preempted += len(output.preempted_req_ids or ())
-        self._unreported.append((output, self.worker.execute(output)))
+        self._submit(output)
         if self.router is not None:
             self.router.check()
         return tuple(output.num_scheduled_tokens)
+
+    def _submit(self, output: SchedulerOutput) -> None:
+        """Hands a step to the worker, which runs it at once, or when it gets to it."""
+        transfers = self.worker.transfers
+        step = Step(pickle.loads(pickle.dumps(output)) if self._lags else output)
+        self._unreported.append(step)
+        if transfers is not None:
+            transfers.begin(output)
+        if not self._lags:
+            step.result = self.worker.execute(output)
+        if transfers is not None:
+            step.moved = transfers.end(output)
+        for each in self._unreported if self._lags and self._rng.random() < RUNS else ():
+            self._run(each)
+
+    def _run(self, step: Step) -> ModelRunnerOutput:
+        if step.result is None:
+            step.result = self.worker.execute(step.output)
+        step.result.kv_connector_output = step.moved
+        return step.result
 
     @property
     def has_unreported(self) -> bool:
@@ -120,14 +180,26 @@ class Engine:
         """Brings the outcome of the earliest unreported step, if there is one."""
         if not self._unreported:
             return
-        outputs = self.scheduler.update_from_output(*self._unreported.popleft())
+        step = self._unreported.popleft()
+        outputs = self.scheduler.update_from_output(step.output, self._run(step))
         if self.worker.num_drafts:
             self.scheduler.update_draft_token_ids(self.worker.drafted)
         for client in outputs.values():
             for output in client.outputs:
-                if output.finish_reason is not None:
-                    self.live.pop(output.request_id, None)
-                    self.finished += 1
+                name = output.request_id
+                answer = self.answers.setdefault(name, [])
+                answer += output.new_token_ids
+                if output.finish_reason is None:
+                    continue
+                asked = self._asked.pop(name, None)
+                if output.finish_reason == FinishReason.LENGTH and len(answer) != asked:
+                    raise Mismatch(f"{name} has {len(answer)} tokens of {asked}")
+                self.live.pop(name, None)
+                self.finished += 1
+                if self.worker.transfers is None:
+                    del self.answers[name]
+                else:
+                    self.ended[name] = output.kv_transfer_params
 
     @property
     def stash_pages(self) -> int:
@@ -138,6 +210,8 @@ class Engine:
     def counts(self) -> Counter[str]:
         """How often what happened."""
         counts = self.worker.counts + self.queue.counts
+        if self.worker.transfers is not None:
+            counts += self.worker.transfers.counts
         return counts if self.router is None else counts + self.router.counts
 
     def advance(self) -> Sequence[str]:
@@ -157,14 +231,16 @@ class Engine:
             if not self.is_busy:
                 break
             self.advance()
-        self._check_idle()
+        self.check_idle()
 
-    def _check_idle(self) -> None:
+    def check_idle(self) -> None:
+        """Raises Mismatch if a request has not ended, or something is left of one."""
         scheduler, pool = self.scheduler, self.scheduler.kv_cache_manager.block_pool
         if self.live:
+            waiting = len(scheduler.kv_holding_waiting) + len(scheduler.waiting)
             raise Mismatch(
                 f"{len(self.live)} requests never end: {len(scheduler.running)} running, "
-                f"{len(scheduler.waiting)} waiting, {pool.get_num_free_blocks()} blocks free, "
+                f"{waiting} waiting, {pool.get_num_free_blocks()} blocks free, "
                 f"{inside.left_in_scheduler(scheduler)}"
             )
         left = {

@@ -30,14 +30,14 @@ WHAT = "Random traffic over scheduler and worker, against a model of what each s
 
 def fuzz(name: str, seeds: range) -> Iterator[Counter[str]]:
     """How often what happened so far, after each seed; `failed`: seeds that did."""
-    from simulation.run import Simulation
+    from simulation.every_kind import of_server
 
     server, counts, begin = EVERY[name], Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         config = server.config(Path(directory))
     for seed in seeds:
         counts["seeds"] += 1
-        simulation = Simulation(server, config, seed)
+        simulation = of_server(server, config, seed)
         try:
             outcome = simulation.run()
         except Exception:

@@ -1,5 +1,6 @@
 """Servers of models that mix kinds of layers: windows and states beside what follows policies."""
 
+from simulation.connected import OFFLOADING, handing_over
 from simulation.drafting import DRAFTING, drafting
 from simulation.other_layers import Others
 from simulation.routed import with_adapters, with_events
@@ -145,4 +146,7 @@ WINDOWS = {n: server for n, server in HYBRIDS.items() if server.others and serve
 DRAFTS = {**DRAFTING, **drafting(WINDOWS)}
 ADAPTERS = with_adapters({**SERVERS, **HYBRIDS, **DRAFTS})
 EVENTS = with_events({**SERVERS, **DRAFTS})
-EVERY = {**SERVERS, **HYBRIDS, **DRAFTS, **ADAPTERS, **EVENTS}
+HANDED = handing_over(
+    SERVERS | {name: ADAPTERS[name] for name in ("fastkvadapters", "sharedadapters")}
+)
+EVERY = {**SERVERS, **HYBRIDS, **DRAFTS, **ADAPTERS, **EVENTS, **OFFLOADING, **HANDED}

@@ -109,6 +109,11 @@ class Live:
     def __str__(self) -> str:
         return f"{self.req_id} ({self.policy}, {self.prompt_len} tokens)"
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether its prompt's entries are what any request's with the same text would be."""
+        return self.policy.keeps_prompts and self.policy.projects_from is None
+
     def reject(self, count: int) -> None:
         """Takes back the last tokens, which were drafted and computed."""
         self.done -= count

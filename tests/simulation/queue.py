@@ -9,7 +9,7 @@ from typing import Any
 
 from support import inside
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from simulation.cache import Mismatch
 from simulation.server import LORA_SLOTS, NUM_LAYERS, Case, Server
@@ -34,12 +34,38 @@ class Queue:
         self._enough = server.num_groups * -(-server.max_len // server.block_size)
         self._waiting: list[Request] = []
         self._holders: set[str] = set()
+        # Those that wait, and whose prompts another server has computed.
+        self._computed: set[str] = set()
         self.counts = Counter[str]()
+        # Those whose entries were still to come before a schedule.
+        self._loading: set[str] = set()
+        # Whether a KV connector has asked a request to wait, for an answer or for what it loads.
+        self._delays = False
+        if scheduler.connector is not None:
+            self._listen_to(scheduler.connector)
+
+    def _listen_to(self, connector: Any) -> None:
+        stock = connector.get_num_new_matched_tokens
+
+        def found(request: Request, *args: Any) -> tuple[int | None, bool]:
+            count, later = stock(request, *args)
+            self._delays |= count is None or later
+            self.counts["loads asked for"] += bool(count)
+            self.counts["answers later"] += count is None
+            return count, later
+
+        connector.get_num_new_matched_tokens = found
 
     def look(self) -> None:
         """Before a schedule: who waits, in the order of the queue, and who has pages."""
-        scheduler = self._scheduler
+        scheduler, self._delays = self._scheduler, False
         self._waiting = [*scheduler.kv_holding_waiting, *scheduler.waiting]
+        self._computed = {r.request_id for r in self._waiting if self._is_computed(r)}
+        self._loading = {
+            request.request_id
+            for request in self._waiting
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        }
         self._holders = {
             request.request_id
             for request in scheduler.running
@@ -79,6 +105,11 @@ class Queue:
                 if pages and ahead > free:
                     raise Mismatch(f"{request.request_id} took pages that one ahead waits for")
                 continue
+            # One whose load failed is passed over once.
+            is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            self.counts["waited for a transfer"] += is_loading
+            if is_loading or request.request_id in self._loading:
+                continue
             waits = pages > 0 and ahead + pages > free
             ahead += pages
             self.counts["waited for the stash"] += waits
@@ -95,6 +126,10 @@ class Queue:
         if self._waits_for_states and output.num_scheduled_tokens:
             # Chunks end where blocks do, and a step does not read the states of the same step.
             return True
+        if scheduler.connector is not None and (scheduler.kv_holding_waiting or self._delays):
+            # Who waits for a transfer keeps blocks from others, and the connector may ask
+            # requests to wait.
+            return True
         return bool(
             output.preempted_req_ids
             or len(scheduler.running) >= self._case.max_seqs
@@ -105,10 +140,17 @@ class Queue:
         )
 
     def _pages(self, request: Request) -> int:
+        if request.request_id in self._computed or self._is_computed(request):
+            return 0
         policy = request_policy(self._scheduler.kv_settings, request.sampling_params)
         selection = policy.selection(request.num_prompt_tokens, NUM_LAYERS)
         takes = selection is not None and selection.resumes_at > 0
         return stash_pages(request.num_prompt_tokens) if takes else 0
+
+    def _is_computed(self, request: Request) -> bool:
+        comes = self._scheduler.handed_over.is_coming(request)
+        there = request.num_computed_tokens >= request.num_prompt_tokens
+        return comes or (there and request.status != RequestStatus.RUNNING)
 
 
 def _adapter(request: Request) -> int:

@@ -58,4 +58,4 @@ class Simulation:
         if engine.live and rng.random() < ABORT:
             engine.abort(rng.choice(list(engine.live)))
         if rng.random() < self.case.resets:
-            engine.scheduler.reset_prefix_cache(reset_running_requests=rng.random() < 0.7)
+            engine.reset(reset_running=rng.random() < 0.7)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from support.configs import own_drafts, served, vllm_config, write_config
-from vllm.config import KVEventsConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 
 from simulation.other_layers import Others
 from vllm_kvx.cache.group_size import group_layers
@@ -31,6 +31,7 @@ class Server:
     drafter: what the model reads where it drafts for itself.
     adapters: LoRA adapters that requests may have; a step has room for `LORA_SLOTS` of them.
     events: whether it publishes KV cache events.
+    connector: vLLM's name of its KV connector.
     """
 
     policy: str
@@ -48,6 +49,7 @@ class Server:
     drafter: str | None = None
     adapters: int = 0
     events: bool = False
+    connector: str | None = None
 
     @property
     def num_numbered(self) -> int:
@@ -110,6 +112,8 @@ class Server:
         config.cache_config.kv_cache_layout = "LBHNC"  # vLLM's engine asks the backend.
         config.cache_config.mamba_cache_mode = others.mode if others.is_state else "none"
         config.cache_config.mamba_block_size = self.block_size
+        if self.connector is not None:
+            config.kv_transfer_config = KVTransferConfig(self.connector, kv_role="kv_both")
         # vLLM describes no graphs on CPU; the worker here replays some.
         config.compilation_config.max_cudagraph_capture_size = 64
         return config
@@ -192,6 +196,9 @@ class Case:
             scheduling.max_num_scheduled_tokens = self.max_batch
         scheduling.long_prefill_token_threshold = self.max_chunk
         scheduling.scheduler_reserve_full_isl = self.reserves_prompts
+        if config.kv_transfer_config is not None:
+            # It says how many steps may be under way, behind which blocks are given back.
+            scheduling.async_scheduling = self.is_async
         return config
 
 

@@ -9,8 +9,8 @@ import pytest
 from support import options
 from support.nightly import nightly
 
-from simulation.hybrids import ADAPTERS, DRAFTS, EVENTS, EVERY
-from simulation.run import Simulation
+from simulation.every_kind import of_server
+from simulation.hybrids import ADAPTERS, DRAFTS, EVENTS, EVERY, HANDED, OFFLOADING
 
 SEEDS = options.seeds()
 # Where the first seeds miss what others find: blocks re-linked by a stale output (3), blocks
@@ -25,9 +25,14 @@ DRAFTS_BY_DAY = ("fastkvdrafts", "fierdrafts", "owndrafts")
 # Hidden states of several adapters; prompts that wait for a window; prompts compacted in place, and
 # sidecars, under a router's eyes.
 BESIDE_BY_DAY = ("fastkvadapters", "afteradapters", "sharedevents", "fierdraftsevents")
-AT_NIGHT = {*DRAFTS, *ADAPTERS, *EVENTS, "checkpoints", "afterfier"} - {
+# KV connectors: sidecars of what is loaded; prompts of which two servers keep a part, with one KV
+# group, several, hidden states, and sidecars.
+CONNECTED_BY_DAY = ("fulloffloaded", "fieroffloaded", "sharedadaptershanded", "pyramidhanded")
+CONNECTED_BY_DAY += ("fastkvadaptershanded", "speedfierhanded")
+AT_NIGHT = {*DRAFTS, *ADAPTERS, *EVENTS, *HANDED, *OFFLOADING, "checkpoints", "afterfier"} - {
     *DRAFTS_BY_DAY,
     *BESIDE_BY_DAY,
+    *CONNECTED_BY_DAY,
 }
 NAMES = [
     name if SEEDS or name not in AT_NIGHT else pytest.param(name, marks=nightly) for name in EVERY
@@ -39,10 +44,12 @@ def test_all_read_what_they_should(name: str, tmp_path: Path, one_thread: None) 
     config = EVERY[name].config(tmp_path)
     for seed in range(SEEDS) if SEEDS else TELLING.get(name, (0,)):
         try:
-            outcome = Simulation(EVERY[name], config, seed).run()
+            outcome = of_server(EVERY[name], config, seed).run()
         except Exception as error:
             error.add_note(f"python -m simulation.fuzz {name} 1 {seed}")
             raise
         assert outcome.finished, outcome
         if name in EVENTS and not SEEDS and outcome.case.shares_prefixes:
             assert outcome.counts["promises kept"], outcome
+        if not SEEDS and name in (*HANDED, *OFFLOADING):
+            assert outcome.counts["prompts that came"] + outcome.counts["blocks loaded"], outcome

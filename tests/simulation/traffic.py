@@ -1,8 +1,9 @@
 """Requests as they come: with prefixes in common, repeated, as next turns of earlier ones."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
@@ -11,6 +12,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from simulation.server import Server
+from vllm_kvx.config.handed_over import TRANSFER
 from vllm_kvx.config.settings import POLICY_KEY
 
 VOCAB = 3  # Few, so that prompts have prefixes in common by chance too.
@@ -93,6 +95,36 @@ class Traffic:
             lora_request=lora_request(text.adapter),
             block_hasher=self._hasher,
             priority=rng.randrange(3) if self._by_priority else 0,
+        )
+
+    def passed_on(
+        self,
+        request: Request,
+        answer: int,
+        transfer: Mapping[str, Any],
+        policy: str | None = None,
+    ) -> Request:
+        """The same request, for another server.
+
+        transfer: its ``kv_transfer_params``. policy: another one than the request's.
+        """
+        params, name = request.sampling_params, request.request_id
+        assert params is not None and request.prompt_token_ids is not None
+        extra_args = {**(params.extra_args or {}), TRANSFER: dict(transfer)}
+        if policy is not None:
+            extra_args[POLICY_KEY] = policy
+        return Request(
+            name,
+            list(request.prompt_token_ids),
+            SamplingParams(
+                max_tokens=answer, ignore_eos=True, temperature=0.0, extra_args=extra_args
+            ),
+            None,
+            arrival_time=request.arrival_time,
+            cache_salt=request.cache_salt,
+            lora_request=request.lora_request,
+            block_hasher=self._hasher,
+            priority=request.priority,
         )
 
     def _prompt(self, finished: Sequence[Text]) -> Text:

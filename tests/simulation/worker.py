@@ -21,9 +21,11 @@ from benchmarks.common.pools import pool_of
 from simulation.adapters import RowAdapters
 from simulation.beside import Beside, Centrality
 from simulation.cache import Cache, Mismatch, SidecarIndex
-from simulation.live import Expected, Ints, Live, Made, storages_of
+from simulation.expectations import Expectations
+from simulation.live import Expected, Ints, Live, storages_of
 from simulation.lookahead import run_draft
 from simulation.model import Batch, Model
+from simulation.offloading import Transfers
 from simulation.other_layers import OtherLayers, Others
 from simulation.own_drafts import write_drafts
 from simulation.server import Case
@@ -49,6 +51,8 @@ class Worker:
     live: running requests, by id. finished: texts of the last ones that ended or were preempted.
     counts: how often what happened. began_at: by request, the tokens that it took from the cache.
     drafted: after a step, how many tokens are drafted for each request in it.
+    transfers: its side of a KV connector, if there is one. left: by request, what a prompt leaves,
+    by layer. came: the same of requests whose prompts another server has computed.
     """
 
     def __init__(
@@ -62,6 +66,8 @@ class Worker:
         self.rng, self.live, self.finished = rng, dict[str, Live](), list[Text]()
         self.num_drafts, self.drafted = vllm_config.num_speculative_tokens, DraftTokenIds([], [])
         self.counts = Counter[str]()
+        self.transfers: Transfers | None = None
+        self.left, self.came = dict[str, dict[int, Ints]](), dict[str, dict[int, Ints]]()
         self.began_at: dict[str, int] = {}
         total = vllm_config.model_config.get_total_num_hidden_layers()
         others = others or Others(0)
@@ -97,6 +103,9 @@ class Worker:
         stage_of = state.settings.layout.stage_of
         self._starts = [state.starts[stage_of(layer)] for layer in range(num_layers)]
         self.expected = Expected(num_layers, max_reqs, state.max_model_len)
+        self._expectations = Expectations(
+            self.expected, by_state, self._starts, range(num_layers), block_size
+        )
         sidecar = state.settings.layout.sidecar
         where = {
             name: (g, at) for g, x in enumerate(groups) for at, name in enumerate(x.layer_names)
@@ -165,6 +174,7 @@ class Worker:
         """
         for req_id in sorted(output.finished_req_ids | set(output.preempted_req_ids or ())):
             self._remove(req_id)
+            self.came.pop(req_id, None)
         for new in output.scheduled_new_reqs:
             self._remove(new.req_id)
             self._add(new)
@@ -220,21 +230,15 @@ class Worker:
         self.live[new.req_id] = self._by_state[index] = one
         self.began_at[new.req_id] = one.done
         self.sliding.add(one, self._starts)
-        self._expect_prefix(one)
+        came = self.came.pop(one.req_id, None) if one.done >= one.prompt_len - 1 else None
+        self.counts["went on with a prompt"] += came is not None
+        self._expectations.begin(one, came)
         self._ids[index, : len(one.tokens)] = torch.tensor(one.tokens)
         self.state.add_request(index, new)
         self.tables.append(index, new.block_ids, overwrite=True)
         self.counts["resumed"] += len(one.tokens) > one.prompt_len
         self.counts["prefix hits"] += one.done > 0
         self.counts["hits of adapters"] += one.done > 0 and text.adapter > 0
-
-    def _expect_prefix(self, one: Live) -> None:
-        """What a prefix hit brings is as if the request had computed it."""
-        at, expected = np.arange(one.done), self.expected
-        made = Made(self._by_state, np.full(one.done, one.index), at, False, True)
-        for layer, start in enumerate(self._starts):
-            entries, stored = made.in_layer(layer, start)
-            expected.put(layer, one.index, entries[stored])
 
     def _remove(self, req_id: str) -> None:
         self.state.remove_request(req_id)
@@ -269,13 +273,18 @@ class Worker:
             name: {stage: blocks.tolist() for stage, blocks in by_stage.items()}
             for name, by_stage in self.state.relink_blocks().items()
         }
-        self._relink(kept)
+        for name, by_stage in kept.items():
+            self.counts["re-linked"] += 1
+            by_start = {self.state.starts[stage]: blocks for stage, blocks in by_stage.items()}
+            self._expectations.keep(self.live[name], by_start)
         sampled, ends = [], []
         for one, final in zip(live, is_final, strict=True):
             one.done += scheduled[one.req_id]
             ends.append(one.done)
             sampled.append(self._sample(one, final, drafts.get(one.req_id, 0)))
             self._check_lens(one)
+            if self.transfers is not None and one.done == one.prompt_len:
+                self.left[one.req_id] = self._expectations.left_by(one)
         if self.state.settings.drafts is not None:
             given = [drafts.get(name, 0) for name in names]
             self.counts["written behind"] += write_drafts(
@@ -357,18 +366,6 @@ class Worker:
 
     # Expectations.
 
-    def _relink(self, kept: dict[str, dict[int, list[int]]]) -> None:
-        size, expected = self.cache.block_size, self.expected
-        for req_id, by_stage in kept.items():
-            index = self.live[req_id].index
-            self.counts["re-linked"] += 1
-            for layer, start in enumerate(self._starts):
-                blocks = by_stage.get(self.state.starts.index(start))
-                if blocks is not None:
-                    entries = expected.of(layer, index)
-                    parts = [entries[block * size : (block + 1) * size] for block in blocks]
-                    expected.put(layer, index, np.concatenate(parts))
-
     def _check_lens(self, live: Live) -> None:
         self.sliding.check(live)
         full = list(self.state.hooks.by_number)
@@ -386,6 +383,8 @@ class Worker:
             "windows": self._num_windows - len(state.requests.free_windows),
             "stash": state.stash.used_tokens if state.stash is not None else 0,
         }
+        if self.transfers is not None:
+            left["transfers"] = not self.transfers.are_done
         if any(left.values()):
             raise Mismatch(f"left in the worker: {left}")
         counted = int(state.stats.layer_tokens_computed.sum())
