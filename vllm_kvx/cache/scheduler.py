@@ -10,7 +10,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_kvx.cache.adapter_slots import AdapterSlots
@@ -188,7 +188,12 @@ class _PolicyScheduling(_Base):
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         # False makes vLLM pass over the request and go on; where its first chunk gets no tokens,
         # vLLM begins none of those behind it.
+        has_loaded = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         is_ready = super()._handle_blocked_waiting_request(request)
+        if has_loaded and not request.num_computed_tokens:
+            # Its load failed, and its blocks are gone. It may need more of them now than came, and
+            # those behind it hold them: passed over, it waits with the ones that hold none.
+            is_ready = False
         num_left = len(self.kv_holding_waiting) + len(self.waiting)
         if self.admission.is_passed_over(request, is_ready, num_left):
             return False
