@@ -229,9 +229,9 @@ class Beside:
         """The rows that retrieve: each sees all its entries through an index that is up to date."""
         assert self.sidecars is not None
         if now.full_groups is not None:
-            self.sidecars.write_groups(now.full_groups, hook.index)
+            self.sidecars.write_groups(now.full_groups, hook.place)
         elif now.writes:
-            self.sidecars.write(hook.index)
+            self.sidecars.write(hook.place)
         tables = now.block_tables[hook.group].numpy().astype(np.int64)
         for batch in now.rows_of(hook):
             columns = (batch.lens, batch.tokens, batch.requests)

@@ -1,6 +1,6 @@
 """The KV cache: what every slot of every layer holds, and what the sidecars were made of."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,20 +24,20 @@ class Cache:
 
     def __init__(
         self,
-        places: Sequence[int],
+        places: Mapping[int, int],
         num_blocks: int,
         block_size: int,
         group: int,
         copies_pages: bool,
     ) -> None:
-        """places: of each layer in its KV group: those of one place in all groups share memory.
+        """places: by layer, in its KV group: those of one place in all groups share memory.
 
         group: entries of a sidecar's group; 0 without sidecars.
         copies_pages: a copy takes the sidecar along, as vLLM's does of whole pages.
         """
         self._copies_pages, self._places_of = copies_pages, places
         self.block_size, self.group = block_size, group
-        memories = max(places) + 1
+        memories = max(places.values()) + 1
         self._slots = np.zeros((memories, num_blocks * block_size), dtype=np.int64)
         groups = num_blocks * block_size // group if group else 0
         self._sidecars = np.zeros((memories, groups), dtype=np.int64)

@@ -1,6 +1,5 @@
 """Scheduler and worker of a server, driven a step at a time."""
 
-import pickle
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from simulation.blocks import check_blocks, check_windows
 from simulation.cache import Mismatch
 from simulation.offloading import offloading
 from simulation.queue import Queue
+from simulation.ranks import Late, Ranks
 from simulation.router import Router
 from simulation.server import NUM_LAYERS, Case, Server
 from simulation.traffic import Text
@@ -29,18 +29,19 @@ from vllm_kvx.config.connectors import NIXL
 
 # Steps after which a server that got nothing new has to be idle.
 LONGEST_REST = 3000
-# The chance that a worker which may be late runs all that it has.
-RUNS = 0.4
+# The chance that workers which may be late go on when a step is scheduled.
+RUNS = 0.5
 
 
 @dataclass
 class Step:
     """One that the worker has, and which the scheduler has not heard of.
 
-    result: once it has run. moved: what the KV connector's worker says.
+    number: see ``Late``. result: once it has run. moved: what the KV connector's worker says.
     """
 
     output: SchedulerOutput
+    number: int
     result: ModelRunnerOutput | None = None
     moved: KVConnectorOutput | None = None
 
@@ -63,7 +64,14 @@ class Engine:
         """config: see ``Server.config``; it stays as it is."""
         self.case = case
         vllm_config = case.config(config)
-        self.worker = Worker(vllm_config, case, rng or random.Random(0), server.others)
+        self._rng = rng = rng or random.Random(0)
+        self.worker: Any
+        if server.ranks > 1:
+            self.worker = ranks = Ranks(vllm_config, case, rng)
+            self._late = Late(ranks.workers, rng)
+        else:
+            self.worker = Worker(vllm_config, case, rng, server.others)
+            self._late = Late([self.worker], rng)
         if server.connector == "OffloadingConnector":
             self.worker.transfers = offloading(vllm_config, self.worker)
         scheduler = AsyncPolicyScheduler if case.is_async else PolicyScheduler
@@ -86,9 +94,12 @@ class Engine:
         self.ended, self.answers = dict[str, Any](), dict[str, list[int]]()
         self._asked: dict[str, int | None] = {}  # By request, how many tokens.
         self._unreported: deque[Step] = deque()
-        self._rng = rng or random.Random(0)
-        # Where another server's entries come while steps run.
-        self._lags = case.is_async and server.connector == NIXL
+        # Where ranks run one after the other, or another server's entries come while steps run.
+        self._lags = server.ranks > 1 or (case.is_async and server.connector == NIXL)
+        # Steps that may be under way at once.
+        self._most = 2 if case.is_async else 1
+        if server.ranks > 1:
+            self._most = vllm_config.max_concurrent_batches
 
     def add(self, request: Request) -> None:
         """A client sends it."""
@@ -144,23 +155,22 @@ class Engine:
 
     def _submit(self, output: SchedulerOutput) -> None:
         """Hands a step to the worker, which runs it at once, or when it gets to it."""
-        transfers = self.worker.transfers
-        step = Step(pickle.loads(pickle.dumps(output)) if self._lags else output)
+        transfers, lags = self.worker.transfers, self._lags
+        step = Step(output, self._late.submit(output, copies=lags))
         self._unreported.append(step)
         if transfers is not None:
             transfers.begin(output)
-        if not self._lags:
-            step.result = self.worker.execute(output)
+        if not lags:
+            step.result = self._late.result(step.number)
         if transfers is not None:
             step.moved = transfers.end(output)
-        for each in self._unreported if self._lags and self._rng.random() < RUNS else ():
-            self._run(each)
+        if lags and self._rng.random() < RUNS:
+            self._late.go_on()
 
     def _run(self, step: Step) -> ModelRunnerOutput:
-        if step.result is None:
-            step.result = self.worker.execute(step.output)
-        step.result.kv_connector_output = step.moved
-        return step.result
+        result = step.result or self._late.result(step.number)
+        result.kv_connector_output = step.moved
+        return result
 
     @property
     def has_unreported(self) -> bool:
@@ -169,7 +179,7 @@ class Engine:
     @property
     def must_report(self) -> bool:
         """Whether the next step needs the outcome of an earlier one."""
-        return len(self._unreported) >= (2 if self.case.is_async else 1)
+        return len(self._unreported) >= self._most
 
     @property
     def is_busy(self) -> bool:

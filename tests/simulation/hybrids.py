@@ -3,6 +3,7 @@
 from simulation.connected import OFFLOADING, handing_over
 from simulation.drafting import DRAFTING, drafting
 from simulation.other_layers import Others
+from simulation.pipelines import in_pipelines
 from simulation.routed import with_adapters, with_events
 from simulation.server import Server, long
 from simulation.servers import SERVERS
@@ -149,4 +150,5 @@ EVENTS = with_events({**SERVERS, **DRAFTS})
 HANDED = handing_over(
     SERVERS | {name: ADAPTERS[name] for name in ("fastkvadapters", "sharedadapters")}
 )
-EVERY = {**SERVERS, **HYBRIDS, **DRAFTS, **ADAPTERS, **EVENTS, **OFFLOADING, **HANDED}
+PIPELINES = in_pipelines({**SERVERS, **ADAPTERS})
+EVERY = {**SERVERS, **HYBRIDS, **DRAFTS, **ADAPTERS, **EVENTS, **OFFLOADING, **HANDED, **PIPELINES}

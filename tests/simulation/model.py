@@ -72,7 +72,8 @@ class Rows:
 class Model:
     """Runs the steps.
 
-    row_layers: layers that rows have run so far, over all rows.
+    row_layers: layers that rows have run so far, over all rows. final: by row of the last step, the
+    token whose state is put out; -1 where none is.
     """
 
     def __init__(
@@ -117,8 +118,9 @@ class Model:
         self._adapters.follow(plan.adapters, plan.passes is not None)
         passes: Iterable[Pass] | None = plan.passes
         if passes is None:
-            last_layer = len(self.hooks.names)
-            passes = [Pass(0, last_layer, BatchRows(), [ToOutput()], hooks=plan.hooks)]
+            first = self.hooks.first
+            last = first + len(self.hooks.names)
+            passes = [Pass(first, last, BatchRows(), [ToOutput()], hooks=plan.hooks)]
         rows: Rows | None = None
         final = Rows(np.full(len(batch.ids), -1), np.full(len(batch.ids), -1))
         for now in passes:
@@ -126,6 +128,7 @@ class Model:
             with now.hooks:
                 rows = self._run_pass(batch, now, rows)
             self._write(batch, now, rows, final)
+        self.final = final
         self._adapters.end_step()
         self._others.run(batch, slice(1, None, 2))
         self.beside.check_done()
@@ -229,7 +232,7 @@ class Model:
         made = Made(self.live, rows.requests, rows.positions, False, False)
         for number in range(sink.first, sink.last):
             entries, _ = made.in_layer(number, self.starts[number])
-            slots = sink.slot_mapping[self.hooks.names[number]].numpy()
+            slots = sink.slot_mapping[self.hooks.names[number - self.hooks.first]].numpy()
             self.cache.write(number, slots, entries)
             self.expected.append(number, rows.requests, entries)
 
@@ -253,13 +256,13 @@ class Model:
 
     def _metadata(self, batch: Batch, now: Pass, layer: int) -> Metadata | ChosenRows:
         by_name = batch.metadata if now.attn_metadata is None else now.attn_metadata
-        return by_name[self.hooks.names[layer]]
+        return by_name[self.hooks.names[layer - self.hooks.first]]
 
     # A layer.
 
     def _slide(self, batch: Batch, now: Pass, made: Made, rows: Rows, number: int) -> None:
         entries, _ = made.in_layer(number, self.starts[number])
-        slots = now.slot_mapping.get(self.hooks.names[number])
+        slots = now.slot_mapping.get(self.hooks.names[number - self.hooks.first])
         where = batch.slots[self._sliding.groups[number]] if slots is None else slots.numpy()
         metadata: Any = self._metadata(batch, now, number)
         self._sliding.run(number, rows, entries, metadata, where)

@@ -32,6 +32,7 @@ class Server:
     adapters: LoRA adapters that requests may have; a step has room for `LORA_SLOTS` of them.
     events: whether it publishes KV cache events.
     connector: vLLM's name of its KV connector.
+    ranks: of a pipeline, which share the layers out.
     """
 
     policy: str
@@ -50,6 +51,7 @@ class Server:
     adapters: int = 0
     events: bool = False
     connector: str | None = None
+    ranks: int = 1
 
     @property
     def num_numbered(self) -> int:
@@ -114,6 +116,7 @@ class Server:
         config.cache_config.mamba_block_size = self.block_size
         if self.connector is not None:
             config.kv_transfer_config = KVTransferConfig(self.connector, kv_role="kv_both")
+        config.parallel_config.pipeline_parallel_size = self.ranks
         # vLLM describes no graphs on CPU; the worker here replays some.
         config.compilation_config.max_cudagraph_capture_size = 64
         return config
@@ -196,8 +199,9 @@ class Case:
             scheduling.max_num_scheduled_tokens = self.max_batch
         scheduling.long_prefill_token_threshold = self.max_chunk
         scheduling.scheduler_reserve_full_isl = self.reserves_prompts
-        if config.kv_transfer_config is not None:
-            # It says how many steps may be under way, behind which blocks are given back.
+        ranks = config.parallel_config.pipeline_parallel_size
+        if config.kv_transfer_config is not None or ranks > 1:
+            # It says how many steps may be under way.
             scheduling.async_scheduling = self.is_async
         return config
 

@@ -156,12 +156,12 @@ class StateOfHybrid(PolicyHybridModelState, _HybridState):
 class Decoder:
     """What the model state asks of the model: its layers, and to take the plan of a step."""
 
-    def __init__(self, num_layers: int, sliding: Mapping[int, Any]) -> None:
-        """sliding: the layers that slide among the `num_layers`, by their numbers."""
-        full = [n for n in range(num_layers) if n not in sliding]
+    def __init__(self, numbers: range, sliding: Mapping[int, Any]) -> None:
+        """numbers: of its layers. sliding: those of them that slide, by their numbers."""
+        full = [n for n in numbers if n not in sliding]
         self.layers = [AttentionLayer(number) for number in full]
         by_number = dict(zip(full, self.layers, strict=True)) | dict(sliding)
-        self._every = [by_number[number] for number in range(num_layers)]
+        self._every = [by_number[number] for number in numbers]
         self._plan = StepPlan()
         # vLLM's, where it serves adapters.
         self.lora_manager: Any = None
@@ -227,7 +227,9 @@ def attention_groups(groups: Sequence[KVCacheGroupSpec]) -> Any:
     Their builders plan ahead, as FlashAttention 3's do.
     """
     return [
-        [
+        []
+        if not group.layer_names
+        else [
             AttentionGroup(
                 cast(Any, _Backend),
                 group.layer_names,

@@ -10,7 +10,7 @@ from support import options
 from support.nightly import nightly
 
 from simulation.every_kind import of_server
-from simulation.hybrids import ADAPTERS, DRAFTS, EVENTS, EVERY, HANDED, OFFLOADING
+from simulation.hybrids import ADAPTERS, DRAFTS, EVENTS, EVERY, HANDED, OFFLOADING, PIPELINES
 
 SEEDS = options.seeds()
 # Where the first seeds miss what others find: blocks re-linked by a stale output (3), blocks
@@ -29,11 +29,16 @@ BESIDE_BY_DAY = ("fastkvadapters", "afteradapters", "sharedevents", "fierdraftse
 # group, several, hidden states, and sidecars.
 CONNECTED_BY_DAY = ("fulloffloaded", "fieroffloaded", "sharedadaptershanded", "pyramidhanded")
 CONNECTED_BY_DAY += ("fastkvadaptershanded", "speedfierhanded")
-AT_NIGHT = {*DRAFTS, *ADAPTERS, *EVENTS, *HANDED, *OFFLOADING, "checkpoints", "afterfier"} - {
+# Pipelines: what goes once a prompt is in, in one KV group and in several; rows that leave between
+# ranks, and sidecars.
+PIPELINES_BY_DAY = ("sharedpipeline", "pyramidpipeline", "speedfierpipeline")
+AT_NIGHT = {*DRAFTS, *ADAPTERS, *EVENTS, *HANDED, *OFFLOADING, *PIPELINES} - {
     *DRAFTS_BY_DAY,
     *BESIDE_BY_DAY,
     *CONNECTED_BY_DAY,
+    *PIPELINES_BY_DAY,
 }
+AT_NIGHT |= {"checkpoints", "afterfier"}
 NAMES = [
     name if SEEDS or name not in AT_NIGHT else pytest.param(name, marks=nightly) for name in EVERY
 ]

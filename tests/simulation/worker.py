@@ -2,9 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -38,6 +36,7 @@ from simulation.state import (
     attention_groups,
     input_batch,
 )
+from simulation.states_kept import StatesKept
 from simulation.traffic import VOCAB, Text
 from vllm_kvx.cache.messages import PolicyResult, PolicyStep, attach_result, step_of
 from vllm_kvx.cache.pool_capacity import policy_groups
@@ -76,7 +75,8 @@ class Worker:
         # Those that policies do not know of.
         beside = [] if sliding else made
         num_layers = total - len(beside)
-        self.decoder = Decoder(num_layers, sliding)
+        layers = self.layers_of(num_layers)
+        self.decoder = Decoder(layers, sliding)
         context = vllm_config.compilation_config.static_forward_context
         context.update({layer.layer_name: layer for layer in made})
         self.adapters = RowAdapters(vllm_config, self.decoder, rng)
@@ -85,9 +85,8 @@ class Worker:
         # The layers that run first come first, so that their KV group does.
         decoder = self.decoder.every_layer()
         every: list[Any] = [*beside[::2], *decoder, *beside[1::2]]
-        groups = kv_cache_groups(
-            vllm_config, {layer.layer_name: layer.get_kv_cache_spec(vllm_config) for layer in every}
-        )
+        specs = {layer.layer_name: layer.get_kv_cache_spec(vllm_config) for layer in every}
+        groups = self.groups_of(vllm_config, specs)
         self.kv_cache_config = pool_of(
             groups, case.num_blocks, prefix_cache_retention_interval=case.retention_interval
         )
@@ -103,15 +102,16 @@ class Worker:
         stage_of = state.settings.layout.stage_of
         self._starts = [state.starts[stage_of(layer)] for layer in range(num_layers)]
         self.expected = Expected(num_layers, max_reqs, state.max_model_len)
-        self._expectations = Expectations(
-            self.expected, by_state, self._starts, range(num_layers), block_size
-        )
+        self._expectations = Expectations(self.expected, by_state, self._starts, layers, block_size)
         sidecar = state.settings.layout.sidecar
         where = {
             name: (g, at) for g, x in enumerate(groups) for at, name in enumerate(x.layer_names)
         }
         self.cache = Cache(
-            [where[layer.layer_name][1] for layer in (*decoder, *beside)],
+            {
+                number: where[layer.layer_name][1]
+                for number, layer in enumerate((*decoder, *beside), layers.start)
+            },
             case.num_blocks,
             block_size,
             sidecar.group if sidecar is not None else 0,
@@ -122,7 +122,7 @@ class Worker:
         sidecars = state.retrieval.sidecars if state.retrieval is not None else None
         if sidecars is not None:
             sidecars._index = cast(Any, SidecarIndex(self.cache))
-            sidecars.views = cast(Any, [(layer, None) for layer in range(num_layers)])
+            sidecars.views = cast(Any, [(layer, None) for layer in layers])
         self.sliding = SlidingLayers(
             sliding,
             {number: where[layer.layer_name][0] for number, layer in sliding.items()},
@@ -151,14 +151,30 @@ class Worker:
             self.sliding,
             self.adapters,
         )
+        kept, pages = StatesKept(self.cache, self.model.stashed, self.counts), state.prefix_states
         if isinstance(state, StateOfHybrid):
-            state.copy_state = self._carry
-        pages: Any = state.prefix_states
-        pages.copy_in, pages.copy_out = self._states_in, self._states_out
+            state.copy_state = kept.carry
+        cast(Any, pages).copy_in, cast(Any, pages).copy_out = kept.copy_in, kept.copy_out
         self._free, self._number = list(range(max_reqs)), 1
         self._num_windows = len(state.requests.free_windows)
         self._texts: dict[str, Text] = {}
         self._ids = torch.zeros(max_reqs, state.max_model_len + 1, dtype=torch.int32)
+
+    # What is another thing in a pipeline.
+
+    def layers_of(self, num_layers: int) -> range:
+        """Those of the model that are here."""
+        return range(num_layers)
+
+    def groups_of(self, config: VllmConfig, specs: dict[str, Any]) -> Any:
+        """The KV groups of layers with these specs, by name."""
+        return kv_cache_groups(config, specs)
+
+    def _order(self, names: list[str]) -> None:
+        self.rng.shuffle(names)
+
+    def _run(self, batch: InputBatch) -> np.ndarray:
+        return self.model.run(*self._plan(batch))
 
     # What the model runner does.
 
@@ -201,26 +217,6 @@ class Worker:
         self.counts["padded"] += sum(new.req_id in drafts for new in output.scheduled_new_reqs)
         return self._step(output.num_scheduled_tokens, drafts)
 
-    def _states_in(self, rows: Ints, blocks: Sequence[int]) -> None:
-        self.counts["states read"] += len(rows)
-        self.model.stashed.update(
-            zip(rows.tolist(), chain(*map(self.cache.states, blocks)), strict=True)
-        )
-
-    def _states_out(self, rows: Ints, blocks: Sequence[int]) -> None:
-        self.counts["states kept"] += len(rows)
-        states = [self.model.stashed[row] for row in rows.tolist()]
-        size = len(rows) // len(blocks)
-        for number, block in enumerate(blocks):
-            self.cache.keep_states(block, states[number * size : (number + 1) * size])
-
-    def _carry(self, source: int, target: int) -> None:
-        """A state goes on in another block."""
-        self.counts["states carried"] += 1
-        if target == 0:
-            raise Mismatch("a state goes to a block that nobody holds")
-        self.cache.copy(source, target)
-
     def _add(self, new: NewRequestData) -> None:
         index, text = self._free.pop(), self._texts[new.req_id]
         policy = request_policy(self.state.settings, new.sampling_params)
@@ -250,7 +246,7 @@ class Worker:
 
     def _step(self, scheduled: dict[str, int], drafts: dict[str, int]) -> ModelRunnerOutput:
         names = list(scheduled)
-        self.rng.shuffle(names)
+        self._order(names)
         live = [self.live[name] for name in names]
         for name, count in drafts.items():
             self._draft(self.live[name], count)
@@ -264,7 +260,7 @@ class Worker:
             self._ids.numpy(),
         )
         self.state.draft = None
-        is_final = self.model.run(*self._plan(batch))
+        is_final = self._run(batch)
         if self.state.draft is not None:
             tokens = run_draft(self.state.draft, self.model, batch.idx_mapping_np, self.rng)
             self.counts["drafted behind prompts"] += tokens

@@ -41,6 +41,7 @@ from support.inside.operators import (
 )
 from support.inside.runner import (
     Decoders,
+    as_rank,
     assert_no_centrality,
     assert_no_prompt,
     assert_worker_forgot,

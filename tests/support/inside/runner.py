@@ -1,11 +1,26 @@
 """The worker's side: its state, the model's passes and rows, what lies in its blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+
+@contextmanager
+def as_rank(first: int, total: int) -> Iterator[None]:
+    """What is made meanwhile has layers of a model with `total`, from number `first` on."""
+    from vllm_kvx.worker import stages
+    from vllm_kvx.worker.pipeline import RankLayers
+
+    stock = stages.layers_of_rank
+    stages.layers_of_rank = lambda *_: RankLayers(first, total)
+    try:
+        yield
+    finally:
+        stages.layers_of_rank = stock
 
 
 def model_state(engine: Any) -> Any:
