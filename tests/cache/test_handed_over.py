@@ -104,7 +104,8 @@ def test_a_whole_prompt_comes_without_its_last_state() -> None:
     told = {"policy": str(policy), "token": 8, "sampling": {}, "adapter": None}
     told |= {"logprob_ids": [], "logprobs": [], "rank": 0}
     prompts = HandedOverPrompts([manager], VOCAB)
-    for its, loads in ((told, True), (told | {"policy": "swiftkv-5"}, False)):
+    others = {"policy": "swiftkv-5"}, {"adapter": "b"}
+    for its, loads in ((told, True), *((told | other, False) for other in others)):
         request = request_of({"do_remote_prefill": True, KEY: its})
         assert not prompts.add_request(request, policy)
         assert prompts.may_load(request, policy) is loads

@@ -86,8 +86,7 @@ class HandedOverPrompts:
         if policy.keeps_prompts:
             return told is None
         # All of such a prompt stays, on both servers.
-        is_same = told is not None and told.policy == str(policy)
-        return is_same and not self._lacks_entries(request)
+        return _suits(told, request, policy) and not self._lacks_entries(request)
 
     def remove_request(self, request_id: str) -> None:
         self._coming.pop(request_id, None)
@@ -125,7 +124,7 @@ class HandedOverPrompts:
         except ValueError as error:
             logger.warning("%s", one_line(str(error)))
             return None
-        if told is None or told.policy != str(policy) or told.adapter != _adapter_of(request):
+        if told is None or not _suits(told, request, policy):
             return None
         params, size = request.sampling_params, self._vocab_size
         assert params is not None
@@ -198,6 +197,13 @@ def _as_lists(
 
 def _adapter_of(request: Request) -> str | None:
     return None if request.lora_request is None else request.lora_request.lora_name
+
+
+def _suits(told: HandedOver | None, request: Request, policy: KVPolicy) -> bool:
+    """Whether the other server has computed the prompt as this one would."""
+    if told is None:
+        return False
+    return told.policy == str(policy) and told.adapter == _adapter_of(request)
 
 
 def _has_ended(scheduler: Any, request_id: str) -> bool:
