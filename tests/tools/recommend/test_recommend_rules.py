@@ -133,6 +133,28 @@ def test_what_waits_holds_what_was_propagated_until_then(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "alone"),
+    [
+        ("snapkv:kv_rate=0.2,after=32+fier-2048", "fier-2048"),
+        (
+            "fastkv:tsp_layer=15,kv_rate=0.2,after=32+fier-2048",
+            "fastkv:tsp_layer=15,kv_rate=1+fier-2048",
+        ),
+    ],
+)
+def test_tokens_that_are_waited_for_read_what_is_retrieved(name: str, alone: str) -> None:
+    plain, before, waits = map(gains, (name.replace(",after=32", ""), alone, name))
+    assert plain is not None and before is not None and waits is not None
+    share = 32 / WORKLOAD.output
+    tpot, pool = (
+        1 / (share / getattr(before, by) + (1 - share) / getattr(plain, by))
+        for by in ("tpot", "pool")
+    )
+    assert (waits.tpot, waits.pool) == pytest.approx((tpot, pool), rel=0.01)
+    assert waits.ttft == plain.ttft
+
+
 def test_short_prompts_save_nothing() -> None:
     server = server_of(LLAMA, "h100", None)
     short = Workload(500, 100, 1)
