@@ -98,6 +98,7 @@ def test_thrown_out_and_aborted_at_any_time(tiny: Callable[..., Path]) -> None:
     config = room_for(WAITS)
     with running(model, "full", config=config, max_num_batched_tokens=80) as engine:
         undisturbed = engine.generate(prompts, max_tokens=9, policies=names)
+        inside.poison_free_blocks(engine)
         for steps in range(1, 13):
             ids = engine.submit(prompts, 9, names)
             engine.step(steps)

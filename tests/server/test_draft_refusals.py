@@ -13,6 +13,7 @@ from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.config.wording import in_python
 from vllm_kvx.policy.layout import check_fits
 from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.server.draft_checks import WITH_DRAFTS, WITH_OWN_DRAFTS
 from vllm_kvx.server.lookahead_checks import WITH_LOOKAHEAD
 from vllm_kvx.server.start_refusal import reasons
@@ -109,6 +110,7 @@ NGRAM = {"speculative_config": speculative(3)}
         "swiftkv-4",
         "snapkv:kv_rate=0.1,after=4",
         "fastkv:tsp_layer=3,kv_rate=0.1,after=4",
+        "snapkv:kv_rate=0.1,after=4+fier-64",
     ],
 )
 def test_ngram_drafts_under_policies(make_config, policy: str) -> None:
@@ -214,13 +216,16 @@ def test_the_model_drafts_for_itself(make_config, policy: str) -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    ["snapkv:kv_rate=0.1", "streamingllm:recent=1020", "speed-4", "swiftkv-4", "knorm:kv_rate=0.1"],
+    [
+        *("snapkv:kv_rate=0.1", "streamingllm:recent=1020", "speed-4", "swiftkv-4"),
+        *("knorm:kv_rate=0.1", "snapkv:kv_rate=0.1,after=4+fier-64"),
+    ],
 )
 def test_what_leaves_entries_out_where_the_model_drafts(make_config, policy: str) -> None:
     (found,) = lines_of(make_config, policy, **OWN)
     room = {"additional_config": {"kv_layout": [policy]}}
     assert lines_of(make_config, "full", **room, **OWN) == [found]
-    assert f"{policy.partition(':')[0]} leaves some out" in found
+    assert f"{parse_policy(policy)} leaves some out" in found
 
 
 @pytest.mark.parametrize(
@@ -228,6 +233,7 @@ def test_what_leaves_entries_out_where_the_model_drafts(make_config, policy: str
     [
         ({"policy": "snapkv:kv_rate=0.1"}, "set it to fier-256 or another policy that retrieves"),
         ({"policy": "snapkv:kv_rate=0.1+fier-64"}, "retrieves and does nothing else"),
+        ({"policy": "snapkv:kv_rate=0.1,after=4+fier-64"}, "retrieves and does nothing else"),
         ({"policy": "full"}, "retrieves and does nothing else"),
         ({"policy": "fier-64:dense_below=0"}, "leave out dense_below"),
         ({"policy": "fier"}, "policy of --speculative-config: "),

@@ -139,6 +139,7 @@ def test_adapters_and_events(make_config, policy: str, unequal: bool, reads_weig
         ("snapkv:kv_rate=0.1+fier-64", "ExampleConnector", "hands over what is kept"),
         ("snapkv:kv_rate=0.1,after=16", "NixlConnector", "leave out after=, or drop"),
         ("fastkv:tsp_layer=3,kv_rate=0.1,after=16", "NixlConnector", "leave out after=, or drop"),
+        ("snapkv:kv_rate=0.1,after=16+fier-64", "NixlConnector", "leave out after=, or drop"),
         ("snapkv:kv_rate=0.1,lookahead=16", "NixlConnector", None),
         ("snapkv:kv_rate=0.1,lookahead=16", "OffloadingConnector", "hands over what is kept"),
         ("speed-4", "OffloadingConnector", "retain or propagate do not leave"),

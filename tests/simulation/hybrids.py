@@ -29,11 +29,12 @@ _RETRIEVES = (
     _FIER,
     "fier-64:dense_below=100",
     f"{_SNAP},kv_rate=0.5+{_FIER}",
+    f"{_SNAP},kv_rate=0.6,after=9+{_FIER}",
     f"streamingllm:sinks=2,recent=70+{_FIER}",
     "snapkv:kv_floor=0,window=3",
     "full",
 )
-_RETRIEVES_LAYOUT = ("snapkv:kv_floor=0,window=3", "streamingllm:sinks=2,recent=70")
+_RETRIEVES_LAYOUT = ("snapkv:kv_floor=0,window=3,after=9", "streamingllm:sinks=2,recent=70")
 
 HYBRIDS: dict[str, Server] = {
     "windows": Server(

@@ -332,7 +332,12 @@ SERVERS: dict[str, Server] = {
     ),
     "quest": long(
         policy="quest-64:dense_below=0",
-        layout=(),
-        requests=("quest-64:dense_below=0", "full", "quest-64:dense_below=100"),
+        layout=("snapkv:kv_floor=0,window=3,after=9",),
+        requests=(
+            "quest-64:dense_below=0",
+            "full",
+            "quest-64:dense_below=100",
+            "snapkv:kv_rate=0.5,kv_floor=0,window=3,after=9+quest-64:dense_below=0",
+        ),
     ),
 }

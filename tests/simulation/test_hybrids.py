@@ -148,3 +148,16 @@ def test_who_reads_whom_where_layers_slide(
             limit = (PROMPT_LEN - own) // grain * grain
             assert cached == (limit if writer in writers else 0), f"{reader} after {writer}"
     client.order()
+
+
+def test_what_retention_waits_for_may_end_within_a_block(tmp_path: Path, one_thread: None) -> None:
+    """A request that comes in again has a longer answer: a chunk ends there all the same."""
+    server = HYBRIDS["fierstates"]
+    client = Client(server, server.config(tmp_path), replace(AMPLE, shares_prefixes=True))
+    policy = "snapkv:window=3,kernel=3,kv_floor=0,kv_rate=0.6,after=9+fier-64:dense_below=0"
+    client.send("resumes", policy, PROMPT[:64], answer=60)
+    client.step(50)
+    client.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    client.order()
+    counts = client.engine.worker.counts
+    assert counts["resumed"] == 1 and counts["compacted"] == 16

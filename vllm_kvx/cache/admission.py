@@ -183,15 +183,7 @@ class PromptAdmission:
             return num_new_tokens
         if prompt.seeks(start) and not self._take_pages(request.request_id, prompt):
             return 0
-        end = min(start + num_new_tokens, prompt.length)
-        if request.num_tokens < end:
-            # Drafted tokens may be rejected: what retention waits for ends with one that stays.
-            end = min(end, max(prompt.length - 1, request.num_tokens))
-        if prompt.turn is not None and start < prompt.turn:
-            end = min(end, prompt.turn)
-        chosen_at = prompt.chosen_at
-        if chosen_at is not None and start < chosen_at:
-            end = min(end, chosen_at)
+        end, chosen_at = self.within(request, start, start + num_new_tokens), prompt.chosen_at
         window_start = prompt.length - prompt.window
         if prompt.needs_passes and start < window_start:
             return min(end, window_start) - start
@@ -202,6 +194,26 @@ class PromptAdmission:
             if not (must_split and self._may_split(request.request_id)):
                 end = max(window_start, start)
         return end - start
+
+    def within(self, request: Request, start: int, end: int) -> int:
+        """Where a chunk from `start` to `end` has to end, so as to cross no place where one ends.
+
+        Those are the end of the prompt and of what retention waits for, and what is decided before.
+        """
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or start >= prompt.length:
+            return end
+        end = min(end, prompt.length)
+        if request.num_tokens < end:
+            # Drafted tokens may be rejected: what retention waits for ends with one that stays.
+            end = min(end, max(prompt.length - 1, request.num_tokens))
+        places = prompt.turn, prompt.chosen_at
+        return min([end, *(each for each in places if each is not None and start < each)])
+
+    def has_to_end(self, request: Request, end: int) -> bool:
+        """Whether a chunk that reaches `end` ends there, be it the end of a block or not."""
+        prompt = self._prompts.get(request.request_id)
+        return end == request.num_prompt_tokens or (prompt is not None and end == prompt.length)
 
     def may_end(self, request: Request, end: int) -> bool:
         """Whether a chunk may end there, which another rule than `clip` has chosen."""

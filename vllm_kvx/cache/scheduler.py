@@ -218,10 +218,11 @@ class _PolicyScheduling(_Base):
             # No block ends in what is left of the prompt, or of it before its window: then the
             # chunk takes all of the prompt, even where generated tokens follow, or ends in the
             # window. It would never come to its end otherwise.
-            if aligned == 0 and start + num_new_tokens == request.num_prompt_tokens:
+            if aligned == 0 and self.admission.has_to_end(request, start + num_new_tokens):
                 aligned = num_new_tokens
             elif aligned == 0 and num_new_tokens < wanted:
-                aligned = super()._mamba_block_aligned_split(request, wanted, *computed)
+                most = self.admission.within(request, start, start + wanted) - start
+                aligned = super()._mamba_block_aligned_split(request, most, *computed)
             num_new_tokens = aligned
             if not self.admission.may_end(request, start + num_new_tokens):
                 return 0

@@ -249,9 +249,11 @@ def _layout_problems(
         )
     budget = vllm_config.scheduler_config.max_num_batched_tokens
     if layout.window > budget:
+        behind = any(policy.num_generated or policy.lookahead for policy in settings.policies)
+        parts = "window=, and after= or lookahead= with it," if behind else "window="
         problems.append(
             f"a window of {layout.window} tokens does not fit into a step: set "
-            f"--max-num-batched-tokens to at least {layout.window}, or window= to at most {budget}"
+            f"--max-num-batched-tokens to at least {layout.window}, or {parts} to at most {budget}"
         )
     return rows, problems
 

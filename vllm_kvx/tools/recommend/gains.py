@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_kvx.errors import ToolError
+from vllm_kvx.policy.axes import Method
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.tools.ideal.devices import DEVICES, Device, device_of
@@ -131,8 +132,9 @@ def server_of(
 def gains_of(policy: str, workload: Workload, server: Server) -> Gains | None:
     """What a policy gains; None where its name leaves a layer to measurement.
 
-    With `after=n` the first n tokens of an answer read all entries that were computed, and the pool
-    holds all of them until then: on average a request takes that much more of it. With
+    With `after=n` the first n tokens of an answer read all entries that were computed, or what
+    retrieval beside it chooses of them, and the pool holds all of them until then: on average a
+    request takes that much more of it. With
     `lookahead=n` a prompt is read n times more before the first token, beside nothing else.
     """
     shape, length, output = server.shape, workload.input, workload.output
@@ -142,10 +144,10 @@ def gains_of(policy: str, workload: Workload, server: Server) -> Gains | None:
     full = with_windows(full_work(shape.full_layers, length), shape, length)
     parsed, kv = parse_policy(policy), server.kv_bytes
     waits, meanwhile = min(parsed.num_generated, output), full
-    if waits and parsed.propagate is not None:
-        propagated = work_in(shape, str(_propagation_of(parsed)), length)
-        assert propagated is not None
-        meanwhile = propagated
+    if waits:
+        waiting_work = work_in(shape, str(_retaining_all(parsed)), length)
+        assert waiting_work is not None
+        meanwhile = waiting_work
 
     def seconds_of(each: Work, batch: int, generated: float = 0) -> float:
         """Of a decode step."""
@@ -176,11 +178,12 @@ def gains_of(policy: str, workload: Workload, server: Server) -> Gains | None:
     )
 
 
-def _propagation_of(policy: KVPolicy) -> KVPolicy:
-    """What a policy propagates, with all that is computed retained."""
-    part = policy.propagate
-    assert part is not None
-    if "retain" in part.axes:
-        given = {key: value for key, value in part.parameters().items() if key != "kv_budget"}
-        part = type(part)(**{**given, "kv_rate": 1.0})
-    return KVPolicy.of([part])
+def _retaining_all(policy: KVPolicy) -> KVPolicy:
+    """What a policy propagates and retrieves, with all that is computed retained."""
+    parts: list[Method] = [] if policy.retrieve is None else [policy.retrieve]
+    if (part := policy.propagate) is not None:
+        if "retain" in part.axes:
+            given = {key: value for key, value in part.parameters().items() if key != "kv_budget"}
+            part = type(part)(**{**given, "kv_rate": 1.0})
+        parts.append(part)
+    return KVPolicy.of(parts)
