@@ -66,7 +66,7 @@ def test_scales_that_are_not_used_or_one_a_layer(stock) -> None:
             "window of 40 .* to at most 32",
         ),
         (
-            "snapkv:window=8,after=32+fier-64",
+            "snapkv:kv_rate=0.2,window=8,after=32+fier-64",
             {"max_num_batched_tokens": 32},
             "window of 40 .* window=, and after= or lookahead= with it, to at most 32",
         ),
