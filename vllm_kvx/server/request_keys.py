@@ -7,6 +7,7 @@ from vllm_kvx.config.quoting import quoted
 from vllm_kvx.config.settings import INTERNAL_KEYS, PUBLIC_KEYS, REPLACED_KEYS
 from vllm_kvx.config.spelling import POLICY_KEY, VLLM_KEYS, has_prefix, misspelling
 from vllm_kvx.policy.methods.table import METHODS
+from vllm_kvx.policy.spec import is_bare
 from vllm_kvx.server.misplaced import XARGS, refusal
 from vllm_kvx.server.refusal_reasons import Reason, RefusedError
 
@@ -78,10 +79,10 @@ def _stray(key: Any) -> Stray | None:
         return None
     name = key.lower().replace("-", "_")
     if name in _PARAMETERS:
-        example = f'"{POLICY_KEY}": "{_PARAMETERS[name]}:{name}=..."'
+        example = _example(f"{_PARAMETERS[name]}:{name}=...")
         return Stray(key, f"parameters stand in the policy's name, such as {example}")
     if name in REPLACED_KEYS:
-        example = f'"{POLICY_KEY}": "{REPLACED_KEYS[name]}=..."'
+        example = _example(f"{REPLACED_KEYS[name]}=...")
         return Stray(key, f"it is part of a policy's name, such as {example}")
     if name in _SERVER_KEYS:
         return Stray(
@@ -92,3 +93,9 @@ def _stray(key: Any) -> Stray | None:
     if name in INTERNAL_KEYS:
         return Stray(key, f"a server sets {name} for its own processes: leave it out")
     return None
+
+
+def _example(part: str) -> str:
+    """The entry of a request whose policy has such a part, and says how much stays."""
+    more = ",kv_rate=..." if is_bare(part) else ""
+    return f'"{POLICY_KEY}": "{part}{more}"'
