@@ -198,7 +198,8 @@ class PromptAdmission:
     def within(self, request: Request, start: int, end: int) -> int:
         """Where a chunk from `start` to `end` has to end, so as to cross no place where one ends.
 
-        Those are the end of the prompt and of what retention waits for, and what is decided before.
+        Chunks end with the prompt or with the generated tokens that retention waits for, where
+        tokens are chosen to go on, and where entries begin to take the slots of others.
         """
         prompt = self._prompts.get(request.request_id)
         if prompt is None or start >= prompt.length:

@@ -16,8 +16,11 @@ from vllm_kvx.policy.policy import KVPolicy
 class ResumedRows:
     """Clips chunks of requests that resume to the rows for which there is room.
 
-    Every running request has its own share, the rows with which it decodes. What the shares of
-    requests that do not run leave is for those that resume.
+    Every running request has its own share, the rows with which it decodes. The shares that no
+    running request has are free for those that resume.
+
+    share: rows of a request that decodes. room: those of a server full of them; None where nothing
+    is clipped.
     """
 
     def __init__(self, settings: KVSettings, config: VllmConfig) -> None:

@@ -215,9 +215,9 @@ class _PolicyScheduling(_Base):
         if self._has_states and num_new_tokens:
             computed = num_new_local_computed_tokens, num_external_computed_tokens
             aligned = super()._mamba_block_aligned_split(request, num_new_tokens, *computed)
-            # No block ends in what is left of the prompt, or of it before its window: then the
-            # chunk takes all of the prompt, even where generated tokens follow, or ends in the
-            # window. It would never come to its end otherwise.
+            # No block ends in what is left of the prompt, of the tokens that retention waits for,
+            # or of these before the window: then the chunk takes all that is left, even where
+            # generated tokens follow, or ends in the window. It would never get there otherwise.
             if aligned == 0 and self.admission.has_to_end(request, start + num_new_tokens):
                 aligned = num_new_tokens
             elif aligned == 0 and num_new_tokens < wanted:

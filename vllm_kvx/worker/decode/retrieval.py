@@ -81,7 +81,7 @@ class Retrieval:
         self.policy_rows = np.zeros(max_reqs, dtype=np.int64)
         self.graph_rows = GraphRows(layout, num_stages, vllm_config, device)
         drafts, reuse = vllm_config.num_speculative_tokens, layout.reuse_layers
-        # A layer that reads by another's choice can do so for rows that were chosen for at once.
+        # Where layers read by another's choice, those of all rows that decode at once are kept.
         self.max_rows = self.graph_rows.max_rows if reuse == 1 else max_reqs * (1 + drafts)
         self.beside_stock = BesideStock(layers, num_stages, max_reqs, vllm_config, device)
         index = INDEXES[layout.index]
