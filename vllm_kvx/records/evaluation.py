@@ -85,7 +85,9 @@ def line(
     if found.get("full_kv_cache_dtype"):
         whose += f" over {found['full_kv_cache_dtype']} entries"
     # Of a policy that waits for generated tokens (`after=`).
-    ended = f", {found['early']} answers ended before retention" if "early" in found else ""
+    ended = ""
+    if "early" in found:
+        ended = f", {found['early']} of whose answers ended before retention"
     return (
         f"{name}: kept {value:.1f}% [{low:.1f}-{high:.1f}] of {whose} ({found['n']} prompts"
         f"{lengths}{ended}, full {100 * found['full']:.1f}% right, {str(found.get('date'))[:10]})."

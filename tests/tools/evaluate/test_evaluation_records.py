@@ -277,4 +277,4 @@ def test_answers_that_ended_before_retention_are_told_or_not_saved() -> None:
     assert "retained nothing, since no answer has more than 8 tokens" in saved(8, 1)[name]
     assert not saved(8, 9, 10)
     says = notice().as_json(parse_policy(name))["says"]
-    assert "(3 prompts of 512 tokens, 1 answers ended before retention, full 100.0%" in says
+    assert "(3 prompts of 512 tokens, 1 of whose answers ended before retention, full" in says

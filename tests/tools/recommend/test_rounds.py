@@ -174,7 +174,7 @@ def test_answers_of_which_nothing_was_dropped_do_not_count(
     assert standing.verdict is Verdict.LOST and standing.asked == 8
     assert standing.share is not None and standing.share.value == 0
     said = capsys.readouterr().out
-    assert f"{name}: 8 answers do not count, which ended within 8 tokens" in said
+    assert f"{name}: 8 of 16 answers do not count: they ended within 8 tokens" in said
     assert "asked again" not in said
 
 

@@ -189,8 +189,8 @@ class Rounds:
         left = [q for q in each.asked if not self._is_told(standing, q)]
         if again := sum((standing.row, q) in self._store for q in left):
             self._say(
-                f"{standing.row}: {again} answers of an older version are asked again, which does "
-                "not say how many tokens they have"
+                f"{standing.row}: {again} answers of an older version are asked again: it did not "
+                "write down how many tokens they have"
             )
         return left
 
@@ -243,8 +243,8 @@ class Rounds:
             early = {q for q in both if ends_early(policy, store[row, q].generated or 0)}
             if early:
                 self._say(
-                    f"{row}: {len(early)} answers do not count, which ended within "
-                    f"{policy.num_generated} tokens: before retention dropped anything"
+                    f"{row}: {len(early)} of {len(both)} answers do not count: they ended within "
+                    f"{policy.num_generated} tokens, before retention dropped anything"
                 )
             both = [q for q in both if q not in early]
             if not both:
