@@ -27,7 +27,11 @@ def admission(stash_tokens: int = 1024, **config: Any) -> PromptAdmission:
 
 def add(to: PromptAdmission, name: str, length: int, policy: str = FASTKV) -> Any:
     request = SimpleNamespace(
-        request_id=name, num_prompt_tokens=length, num_tokens=length, num_computed_tokens=0
+        request_id=name,
+        num_prompt_tokens=length,
+        num_tokens=length,
+        num_computed_tokens=0,
+        num_output_placeholders=0,
     )
     settings = KVSettings.of({"kv_policy": policy}, num_layers=8)
     to.add_request(request, settings.policy, stored(settings.policy, length))
@@ -85,7 +89,11 @@ def test_a_chunk_ends_where_entries_take_the_slots_of_others(
 ) -> None:
     one = admission()
     request = SimpleNamespace(
-        request_id="a", num_prompt_tokens=200, num_tokens=200, num_computed_tokens=0
+        request_id="a",
+        num_prompt_tokens=200,
+        num_tokens=200,
+        num_computed_tokens=0,
+        num_output_placeholders=0,
     )
     policy = KVSettings.of({"kv_policy": "speed-4:tail=5"}, num_layers=8).policy
     turns = Storage(200, Gap(1, 194), 5, Gap(0, 195), 195)
@@ -136,6 +144,16 @@ def test_the_stash_is_free_once_tokens_are_chosen() -> None:
     assert one.past_prompt({"a"}) == [request]
     one.release("a")
     assert one.free_pages == free
+
+
+def test_a_token_that_a_step_under_way_samples_stays() -> None:
+    """Retention need not wait a step longer for it; drafted ones may be rejected."""
+    one = admission()
+    request = add(one, "a", 200, "snapkv:kv_floor=0,after=4")
+    request.num_tokens = 203
+    assert one.clip(request, 203, 1) == 0
+    request.num_output_placeholders = 1
+    assert one.clip(request, 203, 1) == 1
 
 
 def test_what_drops_nothing_waits_for_nothing() -> None:
@@ -301,7 +319,10 @@ def test_a_first_chunk_waits_for_no_window(policy: str) -> None:
     settings = KVSettings.of({"kv_policy": policy}, num_layers=8)
     for length in range(1, 20):
         request = SimpleNamespace(
-            request_id=f"of {length}", num_prompt_tokens=length, num_tokens=length
+            request_id=f"of {length}",
+            num_prompt_tokens=length,
+            num_tokens=length,
+            num_output_placeholders=0,
         )
         storages = stored(settings.policy, length)
         one.add_request(request, settings.policy, storages)  # type: ignore[arg-type]

@@ -205,9 +205,11 @@ class PromptAdmission:
         if prompt is None or start >= prompt.length:
             return end
         end = min(end, prompt.length)
-        if request.num_tokens < end:
+        # Those that a step under way samples stay, too.
+        stay = request.num_tokens + request.num_output_placeholders
+        if stay < end:
             # Drafted tokens may be rejected: what retention waits for ends with one that stays.
-            end = min(end, max(prompt.length - 1, request.num_tokens))
+            end = min(end, max(prompt.length - 1, stay))
         places = prompt.turn, prompt.chosen_at
         return min([end, *(each for each in places if each is not None and start < each)])
 
