@@ -274,7 +274,7 @@ def test_answers_that_ended_before_retention_are_told_or_not_saved() -> None:
         )
         return by_name(save(model_key(CONFIG, None), summary, facts).refused)
 
-    assert "retained nothing, since no answer has more than 8 tokens" in saved(8, 1)[name]
-    assert not saved(8, 9, 10)
+    assert "retained nothing, since no answer has more than 9 tokens" in saved(9, 1)[name]
+    assert not saved(9, 10, 11)
     says = notice().as_json(parse_policy(name))["says"]
     assert "(3 prompts of 512 tokens, 1 of whose answers ended before retention, full" in says

@@ -236,17 +236,17 @@ def test_answers_that_end_before_retention_are_told(name: str) -> None:
             for cell in report.as_json(summary, {})["cells"]
             if (cell["policy"], cell["task"], cell["length"]) == (name, "all", "all")
         )
-        early = sum(count is not None and count <= 8 for count in generated)
+        early = sum(count is not None and count <= 9 for count in generated)
         counts = {"early": early, "untold": generated.count(None)}
         assert whole == {key: count for key, count in counts.items() if count}
         return report.notes(summary)
 
-    assert notes(9, 40) == []
-    assert notes(9, 8, 1) == [
-        f"{name}: 2 of 3 answers ended within 8 tokens, before retention dropped anything."
+    assert notes(10, 40) == []
+    assert notes(10, 9, 1) == [
+        f"{name}: 2 of 3 answers ended within 9 tokens, before retention dropped anything."
     ]
-    assert notes(8, 1) == [
-        f"{name} retained nothing, since no answer has more than 8 tokens: ask for longer ones."
+    assert notes(9, 1) == [
+        f"{name} retained nothing, since no answer has more than 9 tokens: ask for longer ones."
     ]
-    (note,) = notes(9, None)
+    (note,) = notes(10, None)
     assert note.startswith(f"{name}: 1 of 2 answers are of an older version")

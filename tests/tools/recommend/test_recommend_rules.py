@@ -69,8 +69,8 @@ def test_those_that_gain_most_come_first() -> None:
         ("fastkv", {}, "its layer is not known"),
         ("snapkv:kv_rate=1", {}, "what the others are compared with"),
         ("auto", {}, "a server chooses one"),
-        ("snapkv:kv_rate=0.2,after=32", {}, "drops nothing before 32 tokens"),
-        ("fastkv:tsp_layer=15,kv_rate=0.2,after=32", {}, "drops nothing before 32 tokens"),
+        ("snapkv:kv_rate=0.2,after=32", {}, "drops nothing within 33 tokens"),
+        ("fastkv:tsp_layer=15,kv_rate=0.2,after=32", {}, "drops nothing within 33 tokens"),
         ("snapkv:kv_rate=0.2", {"kv_cache_dtype": "int8_per_token_head"}, "it drops or moves"),
         ("snapkv:lookahead=32", {"config": LLAMA | MROPE}, "cannot look ahead"),
         (
@@ -89,7 +89,7 @@ def test_what_is_left_out(name: str, changes: dict[str, Any], why: str) -> None:
 def test_what_waits_beside_propagation_is_asked() -> None:
     names = ["fastkv:tsp_layer=15,kv_rate=0.2,after=32"]
     names.append("fastkv:tsp_layer=15,kv_rate=1+snapkv:kv_rate=0.4,after=32")
-    found, left_out = candidates(names, facts(), 33, 32000, gains)
+    found, left_out = candidates(names, facts(), 34, 32000, gains)
     assert [each.name for each in found] == names and not left_out
 
 

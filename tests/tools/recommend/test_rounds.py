@@ -84,7 +84,7 @@ class Scripted:
         numbers = [prompt.token_ids[0] for prompt in prompts]
         texts = [str(n) if self.is_right(row, n) else "no" for n in numbers]
         # Every other answer is longer than what those of `WAITING` wait for.
-        return [Answered(t, 0.0, 8 + n % 2) for t, n in zip(texts, numbers, strict=True)]
+        return [Answered(t, 0.0, 9 + n % 2) for t, n in zip(texts, numbers, strict=True)]
 
     def shares(self, row: Row, prompt_len: int, generated: int) -> Shares:
         return Shares(0.5, 0.5, 1.0)
@@ -174,7 +174,7 @@ def test_answers_of_which_nothing_was_dropped_do_not_count(
     assert standing.verdict is Verdict.LOST and standing.asked == 8
     assert standing.share is not None and standing.share.value == 0
     said = capsys.readouterr().out
-    assert f"{name}: 8 of 16 answers do not count: they ended within 8 tokens" in said
+    assert f"{name}: 8 of 16 answers do not count: they ended within 9 tokens" in said
     assert "asked again" not in said
 
 

@@ -7,6 +7,7 @@ from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.tools.evaluate.differences import differences
 from vllm_kvx.tools.evaluate.intervals import LEAST_DIFFERENT, Interval
 from vllm_kvx.tools.evaluate.recovery import Recovery, bucket_name, recoveries
+from vllm_kvx.tools.evaluate.shares import untouched_tokens
 from vllm_kvx.tools.evaluate.summary import PERPLEXITY, Cell, Summary, untested
 from vllm_kvx.tools.kv_layers import KVLayers
 
@@ -69,7 +70,7 @@ def notes(summary: Summary) -> list[str]:
         cell = summary.cell(row)
         if cell is None:
             continue
-        waits = f"{parse_policy(row.policy).num_generated} tokens"
+        waits = f"{untouched_tokens(parse_policy(row.policy))} tokens"
         if why := untested(row, cell):
             found.append(f"{row} {why}.")
         elif cell.early:

@@ -20,12 +20,17 @@ class Shares(NamedTuple):
     propagated: float
 
 
-def ends_early(policy: KVPolicy, generated: int) -> bool:
-    """Whether an answer of so many tokens ends while `policy` still waits to retain (`after=n`).
+def untouched_tokens(policy: KVPolicy) -> int:
+    """How many tokens of every answer are those without retention, which waits (`after=n`).
 
-    What was retained shows only in answers of more tokens; without `after` none ends early.
+    They are n + 1: entries go at the end of the step that answers the last of them. 0 without.
     """
-    return generated <= policy.num_generated > 0
+    return policy.num_generated + 1 if policy.num_generated else 0
+
+
+def ends_early(policy: KVPolicy, generated: int) -> bool:
+    """Whether an answer of so many tokens says nothing of what `policy` retains."""
+    return generated <= untouched_tokens(policy)
 
 
 def shares_of(
@@ -45,7 +50,7 @@ def shares_of(
     server may split (``worker/split_layers``) as whole.
     """
     # The last token is never run.
-    is_early = generated is not None and ends_early(policy, generated)
+    is_early = generated is not None and generated <= policy.num_generated
     selection = policy.selection(prompt_len, num_layers)
     kept = read = rows = 0
     for layer in range(num_layers):

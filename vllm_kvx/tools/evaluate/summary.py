@@ -9,7 +9,7 @@ from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.tools.evaluate.intervals import Interval, of_difference, of_mean, of_ratio, of_values
 from vllm_kvx.tools.evaluate.loops import can_loop, has_loop
 from vllm_kvx.tools.evaluate.rows import FULL_ORIGINAL, FULL_ROW, Row
-from vllm_kvx.tools.evaluate.shares import ends_early
+from vllm_kvx.tools.evaluate.shares import ends_early, untouched_tokens
 from vllm_kvx.tools.evaluate.store import Answer, QuestionId
 
 PERPLEXITY = "perplexity"
@@ -66,7 +66,7 @@ def kept_all(row: Row, cell: Cell) -> bool:
 def untested(row: Row, cell: Cell) -> str | None:
     """Why a cell's answers say nothing of what a policy loses, after its name; None if they do."""
     if cell.early == cell.count:
-        return _ALL_EARLY.format(parse_policy(row.policy).num_generated)
+        return _ALL_EARLY.format(untouched_tokens(parse_policy(row.policy)))
     return _KEPT_ALL if kept_all(row, cell) else None
 
 

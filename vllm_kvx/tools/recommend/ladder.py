@@ -12,6 +12,7 @@ from vllm_kvx.policy.cache_dtype import why_not_over
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.tools.evaluate.shares import untouched_tokens
 from vllm_kvx.tools.recommend.defaults import LEAST_GAIN
 from vllm_kvx.tools.recommend.gains import Gains
 
@@ -154,9 +155,9 @@ def _problems(
     policy.check_model(facts.layers)
     if policy.is_full:
         yield "it is what the others are compared with"
-    if 0 < longest_answer <= policy.num_generated:
+    if 0 < longest_answer <= untouched_tokens(policy):
         yield (
-            f"it drops nothing before {policy.num_generated} tokens, and no answer is longer: "
+            f"it drops nothing within {untouched_tokens(policy)} tokens, and no answer is longer: "
             "--tasks long_answers, or --prompts with long answers, would tell"
         )
     if (why := why_not_over(facts.kv_cache_dtype, policy)) is not None:

@@ -14,7 +14,7 @@ from vllm_kvx.tools.evaluate.full_answers import are_too_few
 from vllm_kvx.tools.evaluate.intervals import Interval, least_right, of_kept
 from vllm_kvx.tools.evaluate.progress import AnswersBar
 from vllm_kvx.tools.evaluate.rows import FULL_ROW, Row
-from vllm_kvx.tools.evaluate.shares import ends_early
+from vllm_kvx.tools.evaluate.shares import ends_early, untouched_tokens
 from vllm_kvx.tools.evaluate.store import QuestionId, Store
 from vllm_kvx.tools.recommend.ladder import Candidate, that_may_win
 from vllm_kvx.tools.recommend.questions import Questions, Round
@@ -244,7 +244,7 @@ class Rounds:
             if early:
                 self._say(
                     f"{row}: {len(early)} of {len(both)} answers do not count: they ended within "
-                    f"{policy.num_generated} tokens, before retention dropped anything"
+                    f"{untouched_tokens(policy)} tokens, before retention dropped anything"
                 )
             both = [q for q in both if q not in early]
             if not both:
