@@ -18,6 +18,7 @@ from support.parity import (
     assert_parity,
     assert_parity_and_again,
     assert_parity_preempted,
+    assert_undisturbed,
     in_turn,
     room_for,
 )
@@ -90,17 +91,7 @@ def test_thrown_out_and_aborted_at_any_time(tiny: Callable[..., Path]) -> None:
     config = room_for(each)
     with running(model, "full", config=config, max_num_batched_tokens=40) as engine:
         undisturbed = engine.generate(prompts, max_tokens=9, policies=names)
-        for steps in range(1, 13):
-            ids = engine.submit(prompts, 9, names)
-            engine.step(steps)
-            engine.throw_out()
-            engine.finish()
-            assert [engine.answered[i] for i in ids] == [a.tokens for a in undisturbed], steps
-            engine.assert_idle()
-            ids = engine.submit(prompts, 9, names)
-            engine.step(steps)
-            engine.abort(ids)
-            engine.assert_idle()
+        assert_undisturbed(engine, prompts, names, undisturbed, range(1, 13))
     assert_parity(model, undisturbed, each)
 
 

@@ -1,6 +1,6 @@
 """Whether an engine answers as the dense references do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,31 @@ def assert_parity_preempted(
         assert engine.preempted, "the pool was meant to be too small"
         engine.assert_idle()
     assert_parity(model, answers, each, most=2, least=least)
+
+
+def assert_undisturbed(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    names: Sequence[str],
+    answers: Sequence[Answer],
+    steps: Iterable[int],
+) -> None:
+    """Thrown out after so many steps, prompts are answered as ever; aborted, all blocks return.
+
+    answers: undisturbed ones. names: of the prompts' policies.
+    """
+    tokens = [answer.tokens for answer in answers]
+    for count in steps:
+        ids = engine.submit(prompts, len(tokens[0]), names)
+        engine.step(count)
+        engine.throw_out()
+        engine.finish()
+        assert [engine.answered[i] for i in ids] == tokens, count
+        engine.assert_idle()
+        ids = engine.submit(prompts, len(tokens[0]), names)
+        engine.step(count)
+        engine.abort(ids)
+        engine.assert_idle()
 
 
 def assert_parity(
