@@ -18,6 +18,7 @@ from benchmarks.report.files import (
     Load,
     figures_of,
     kept_of,
+    layer_of,
     layers_of,
     loads_of,
     newest,
@@ -30,7 +31,6 @@ from benchmarks.serving.figures import PRESETS, Setting
 
 BEGIN, END = "<!-- table of policies -->", "<!-- /table of policies -->"
 RESULTS = "benchmarks/results"
-_LAYER = re.compile(r"tsp_layer=(\d+)")
 FIRST, NEXT = "ttft:130000", "tpot:130000"
 LOAD = Setting.parse(PRESETS["8k"][0]).lengths
 HEAD = (
@@ -145,13 +145,13 @@ def answers_of(policy: str, layers: int, kept: Sequence[Kept]) -> list[Kept]:
         for each in kept
         if same_method(each.policy) == same_method(policy) and not each.has_turns
     ]
-    if match := _LAYER.search(policy):
+    if (layer := layer_of(policy)) is not None:
         shares = []
         for each in same:
-            own, of = _LAYER.search(each.policy), layers_of(each.model)
-            if own and of:
-                shares.append((int(own[1]) / of, each))
-        same = _nearest(shares, int(match[1]) / layers)
+            own, of = layer_of(each.policy), layers_of(each.model)
+            if own is not None and of:
+                shares.append((own / of, each))
+        same = _nearest(shares, layer / layers)
     return task_sets(same)
 
 
@@ -208,8 +208,8 @@ def _answers(answers: Sequence[Kept]) -> str:
     where = first.model
     if first.cutoff:
         where += f", {first.layers} layers, cut at {first.cutoff}"
-    elif match := _LAYER.search(first.policy):
-        where += f", layer {match[1]} of {layers_of(first.model)}"
+    elif (layer := layer_of(first.policy)) is not None:
+        where += f", layer {layer} of {layers_of(first.model)}"
     least, most = (pick(answers, key=lambda each: each.of_full[0]) for pick in (min, max))
     if least is most:
         return f"{_share(first)}; {where}"
