@@ -177,10 +177,9 @@ def expect(
     result = score(model, prompt, tokens, policy)
     slack = result.slack if isinstance(result, KeptResult) else float("inf")
     near_tie = reference.near_tie if near_tie is None else near_tie
-    if isinstance(result, ReadResult):
-        clear = result.clear_steps
-    else:
-        clear = len(tokens) if slack >= near_tie else 0
+    clear = result.clear_steps if isinstance(result, ReadResult) else len(tokens)
+    # What retention chose may differ, and with it whatever decode steps read.
+    clear = clear if slack >= near_tie else 0
     return Expected(named(policy), result.argmax, result.chosen_logprob, slack, near_tie, clear)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from vllm_kvx.policy.axes import (
     AXES,
@@ -83,6 +84,11 @@ class KVPolicy:
         return self.retain is None and self.propagate is None
 
     def __str__(self) -> str:
+        return self._name
+
+    @cached_property
+    def _name(self) -> str:
+        # Written once: the scheduler counts by name, under drafts each request in each step.
         return "+".join(map(str, self.parts)) or "full"
 
     def parameters(self) -> dict[str, dict[str, Value]]:
