@@ -43,6 +43,7 @@ HEAD = (
 )
 # Each with its page and what it does, but for what a figure says.
 POLICIES = {
+    "fier-4096": ("docs/policies/fier.md", "reads 4,096 tokens a step and drops none"),
     "fier-2048": ("docs/policies/fier.md", "reads 2,048 tokens a step and drops none"),
     "snapkv": ("docs/policies/baselines.md#snapkv", "keeps 10% of the prompt's KV"),
     "snapkv:kv_rate=0.2,after=32": (
