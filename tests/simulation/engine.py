@@ -192,7 +192,7 @@ class Engine:
             return
         step = self._unreported.popleft()
         outputs = self.scheduler.update_from_output(step.output, self._run(step))
-        if self.worker.num_drafts:
+        if self.worker.num_drafts and not self.case.is_async:
             self.scheduler.update_draft_token_ids(self.worker.drafted)
         for client in outputs.values():
             for output in client.outputs:

@@ -76,7 +76,8 @@ class Live:
         index: its request state. number: of no other request, nor of the same one before it was
             preempted.
         tokens: ids, the sampled ones included, and in a step those that are drafted.
-        done: how many of them are computed.
+        done: how many of them are computed. known: the same, or with the last step's `rejected`
+            ones, which the scheduler may not know of yet.
         prefill_len: how many of them it came with.
         storages: by layer. floor: entries from which on its answer retrieves.
         chosen: the tokens that go on, once they are chosen.
@@ -97,6 +98,7 @@ class Live:
         self.req_id, self.index, self.number = new.req_id, index, number
         self.policy, self.prompt_len, self.storages = policy, new.prompt_len, storages
         self.tokens, self.done = list(new.prefill_token_ids or ()), new.num_computed_tokens
+        self.known, self.rejected = self.done, 0
         self.prefill_len = len(self.tokens)
         self.floor = NEVER if policy.retrieve is None else policy.retrieve.floor(0)
         self.selection = policy.selection(self.prompt_len, len(storages))
@@ -117,6 +119,7 @@ class Live:
     def reject(self, count: int) -> None:
         """Takes back the last tokens, which were drafted and computed."""
         self.done -= count
+        self.rejected = count
         del self.tokens[len(self.tokens) - count :]
         del self._prefixes[len(self.tokens) + 1 :]
 

@@ -11,6 +11,7 @@ from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 
 from simulation.other_layers import Others
 from vllm_kvx.cache.group_size import group_layers
+from vllm_kvx.policy.beside_server import beside_drafts_ahead
 from vllm_kvx.policy.layout import layout_of
 from vllm_kvx.policy.spec import parse_policy
 
@@ -79,6 +80,15 @@ class Server:
     def retrieves(self) -> bool:
         """Whether its contexts are long: shorter ones are read whole."""
         return self.max_len > 128
+
+    @property
+    def may_schedule_ahead(self) -> bool:
+        """Whether a step may be planned before the outcome of the last one is known."""
+        if not self.drafts:
+            return True
+        named = map(parse_policy, (self.policy, *self.layout, *self.requests))
+        alone = self.others is None and self.drafter is None
+        return alone and not any(map(beside_drafts_ahead, named))
 
     def config(self, directory: Path) -> VllmConfig:
         """As the server would be configured, but for what is drawn; see `Case`."""
@@ -174,7 +184,7 @@ class Case:
         by_priority = rng.random() < 0.3
         drafted = 1 + server.drafts if server.drafts else 0
         return cls(
-            is_async=rng.random() < 0.75 and not server.drafts,
+            is_async=rng.random() < 0.75 and server.may_schedule_ahead,
             by_priority=by_priority,
             shares_prefixes=not by_priority and rng.random() < 0.8 and server.may_share,
             reserves_prompts=rng.random() < 0.5,
@@ -200,8 +210,8 @@ class Case:
         scheduling.long_prefill_token_threshold = self.max_chunk
         scheduling.scheduler_reserve_full_isl = self.reserves_prompts
         ranks = config.parallel_config.pipeline_parallel_size
-        if config.kv_transfer_config is not None or ranks > 1:
-            # It says how many steps may be under way.
+        if config.kv_transfer_config or config.speculative_config or ranks > 1:
+            # It says how many steps may be under way, and whether drafts are known to stay.
             scheduling.async_scheduling = self.is_async
         return config
 

@@ -333,6 +333,7 @@ def input_batch(
     prefill_lens: Ints,
     drafts: Ints,
     token_ids: np.ndarray,
+    known: Ints,
 ) -> InputBatch:
     """A step as vLLM's runner gives it to the model state.
 
@@ -341,10 +342,13 @@ def input_batch(
         begins, counts: (R,) first position and tokens of each.
         prefill_lens: (R,) tokens that it came with. drafts: (R,) drafted ones among `counts`.
         token_ids: (request states, tokens).
+        known: (R,) the most that `begins` can be, which is what the host knows: drafts of the step
+            before may have been rejected.
     """
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     positions = np.concatenate([np.arange(b, b + n) for b, n in zip(begins, counts, strict=True)])
     lens = torch.from_numpy((begins + counts).astype(np.int32))
+    most = torch.from_numpy((known + counts).astype(np.int32))
     none = cast(Any, None)  # What the model state does not look at.
     return InputBatch(
         req_ids=names,
@@ -362,14 +366,14 @@ def input_batch(
         query_start_loc=torch.from_numpy(starts),
         query_start_loc_np=starts,
         seq_lens=lens,
-        seq_lens_cpu_upper_bound=lens,
+        seq_lens_cpu_upper_bound=most,
         dcp_local_seq_lens=None,
-        num_computed_tokens_np=begins.astype(np.int32),
+        num_computed_tokens_np=known.astype(np.int32),
         prefill_len_np=prefill_lens,
-        num_computed_prefill_tokens_np=np.minimum(begins, prefill_lens),
-        is_prefilling_np=begins < prefill_lens,
-        has_prefill=bool((begins < prefill_lens).any()),
-        decode_graph_eligible=bool(((begins >= prefill_lens) | (counts - drafts == 1)).all()),
+        num_computed_prefill_tokens_np=np.minimum(known, prefill_lens),
+        is_prefilling_np=known < prefill_lens,
+        has_prefill=bool((known < prefill_lens).any()),
+        decode_graph_eligible=bool(((known >= prefill_lens) | (counts - drafts == 1)).all()),
         input_ids=torch.from_numpy(token_ids[np.repeat(requests, counts), positions]),
         positions=torch.from_numpy(positions),
         is_padding=none,

@@ -198,8 +198,11 @@ class Worker:
         for req_id, computed, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
-            if computed != self.live[req_id].done:
-                raise Mismatch(f"{req_id}: {self.live[req_id].done} tokens are in, not {computed}")
+            one = self.live[req_id]
+            if not one.done <= computed <= one.done + one.rejected:
+                raise Mismatch(f"{req_id}: {one.done} tokens are in, not {computed}")
+            self.counts["rejected unknown"] += computed - one.done
+            one.known = computed
             if blocks is not None:
                 self.tables.append(self.live[req_id].index, blocks, overwrite=False)
         for block in output.new_block_ids_to_zero or ():
@@ -258,6 +261,7 @@ class Worker:
             np.array([one.prefill_len for one in live]),
             np.array([drafts.get(name, 0) for name in names]),
             self._ids.numpy(),
+            np.array([one.known for one in live]),
         )
         self.state.draft = None
         is_final = self._run(batch)
@@ -276,6 +280,7 @@ class Worker:
         sampled, ends = [], []
         for one, final in zip(live, is_final, strict=True):
             one.done += scheduled[one.req_id]
+            one.rejected = 0
             ends.append(one.done)
             sampled.append(self._sample(one, final, drafts.get(one.req_id, 0)))
             self._check_lens(one)

@@ -6,6 +6,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vllm_kvx.policy.axes import Positions, Retrieve, ScoreSpec
+from vllm_kvx.policy.beside_server import (
+    beside_drafts,
+    beside_drafts_ahead,
+    beside_drafts_by_states,
+    beside_own_drafts,
+    in_a_pipeline,
+)
 from vllm_kvx.policy.beside_windows import beside_windows
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError
@@ -118,6 +125,7 @@ class Layout:
     windows: of a server that propagates, the layers that slide; None if none do. Above the first
         row cut they are in stages of their own, below it vLLM's own business.
     drafts: True if tokens are drafted, and computed before it is known whether they stay.
+    drafts_ahead: True if a step is planned before it is known which drafts of the last one stay.
     drafts_by_states: True if they are drafted from the model's hidden states of the whole text.
     own_drafts: True if the model drafts them itself, from the entries that it holds.
     pipeline: True if several ranks have parts of the layers.
@@ -135,6 +143,7 @@ class Layout:
     lookahead: int = 0
     windows: Windows | None = None
     drafts: bool = False
+    drafts_ahead: bool = False
     drafts_by_states: bool = False
     own_drafts: bool = False
     pipeline: bool = False
@@ -286,6 +295,8 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
         raise PolicyError(f"{policy} does not fit this server: {problem}")
     if layout.drafts and (problem := beside_drafts(policy)):
         raise PolicyError(f"{policy} does not fit this server: {problem}")
+    if layout.drafts_ahead and (problem := beside_drafts_ahead(policy)):
+        raise PolicyError(f"{policy} does not fit this server: {problem}")
     if layout.drafts_by_states and (problem := beside_drafts_by_states(policy)):
         raise PolicyError(f"{policy} does not fit this server: {problem}")
     if layout.own_drafts and (problem := beside_own_drafts(policy)):
@@ -320,49 +331,6 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
             f"{policy} does not fit this server: its layout has {layout}; {policy} needs "
             f"{' and '.join(needs)}: {_way_out(policy, needed, layout, num_layers)}"
         )
-
-
-def beside_drafts(policy: KVPolicy) -> str | None:
-    """Why `policy` cannot run where tokens are drafted (speculative decoding); None if it can."""
-    if policy.propagate is not None and policy.propagate.overwrites:
-        return (
-            f"{policy.propagate} keeps the last token's entry alone, in the place of the one "
-            "before, which is gone when a drafted token is rejected: drop --speculative-config, or "
-            "run speed-K in its place"
-        )
-    return None
-
-
-def beside_drafts_by_states(policy: KVPolicy) -> str | None:
-    """Why `policy` cannot run where hidden states draft (EAGLE, MTP); None if it can."""
-    if policy.propagate is None:
-        return None
-    return (
-        f"EAGLE and MTP draft from the last layer's hidden states of every prompt token, and under "
-        f"{policy.propagate} some tokens have none: use a policy that retains or retrieves, or set "
-        "the method of --speculative-config to ngram or draft_model"
-    )
-
-
-def beside_own_drafts(policy: KVPolicy) -> str | None:
-    """Why `policy` cannot run where the model drafts for itself; None if it can."""
-    if policy.retain is None and policy.propagate is None:
-        return None
-    return (
-        f"the model drafts its own tokens (method kvx) over all entries of a request, in all "
-        f"layers, and {policy} leaves some out: use full, fier or quest, or the method ngram or "
-        "draft_model of --speculative-config"
-    )
-
-
-def in_a_pipeline(policy: KVPolicy) -> str | None:
-    """Why `policy` cannot run where several ranks have parts of the layers; None if it can."""
-    if policy.retain is not None and policy.retain.unit == "block":
-        return (
-            f"{policy} ranks whole blocks by a sum over layers that several ranks of the pipeline "
-            "have: use granularity=token, or set --pipeline-parallel-size 1"
-        )
-    return None
 
 
 def _way_out(policy: KVPolicy, needed: Layout, layout: Layout, num_layers: int) -> str:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from vllm_kvx.config.drafts import METHOD, STAND_IN
 from vllm_kvx.config.policy_layers import is_mixed
 from vllm_kvx.server.further_passes import with_further_passes
+from vllm_kvx.server.int8_cache import is_int8
 from vllm_kvx.server.pipeline_checks import in_pipeline
 from vllm_kvx.server.start_refusal import DRAFTS, MODEL, Refusal, asked_connector
 
@@ -38,6 +39,15 @@ def _drafts_otherwise(c: "VllmConfig") -> bool:
     )
 
 
+def _drafts_ahead_otherwise(c: "VllmConfig") -> bool:
+    """Whether steps are planned before it is known which drafts stay, in a form no test has."""
+    drafter = c.speculative_config
+    if drafter is None or not c.scheduler_config.async_scheduling:
+        return False
+    by_rows = c.model_config.uses_mrope
+    return not has_layers(c) or is_mixed(c.model_config) or by_rows or is_int8(c)
+
+
 def _accepts_otherwise(c: "VllmConfig") -> bool:
     """Whether drafts are accepted that the model would not have given."""
     drafter = c.speculative_config
@@ -55,9 +65,10 @@ def _has_mtp_by_rows(c: "VllmConfig") -> bool:
 # Where tokens are drafted (``Layout.drafts``).
 WITH_DRAFTS: tuple[Refusal, ...] = (
     Refusal(
-        lambda c: c.speculative_config and c.scheduler_config.async_scheduling,
-        "while tokens are drafted, asynchronous scheduling only knows how many tokens a request "
-        "has at most, and policies need the number: set --no-async-scheduling",
+        _drafts_ahead_otherwise,
+        "asynchronous scheduling only knows how many tokens a request has at most while tokens are "
+        "drafted. That was tried with a draft model, EAGLE or MTP, full attention in every layer, "
+        "positions of one part and caches of 16 bits or fp8: set --no-async-scheduling",
         DRAFTS,
     ),
     Refusal(

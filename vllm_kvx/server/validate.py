@@ -14,8 +14,9 @@ from vllm_kvx.config.settings import (
     KVSettings,
     policy_is_set,
 )
-from vllm_kvx.policy.layout import (
+from vllm_kvx.policy.beside_server import (
     beside_drafts,
+    beside_drafts_ahead,
     beside_drafts_by_states,
     beside_own_drafts,
     in_a_pipeline,
@@ -230,6 +231,8 @@ def _layout_problems(
     if layout.drafts:
         rows += applying(WITH_DRAFTS, vllm_config)
         problems += dict.fromkeys(filter(None, map(beside_drafts, settings.policies)))
+    if layout.drafts_ahead:
+        problems += dict.fromkeys(filter(None, map(beside_drafts_ahead, settings.policies)))
     if layout.drafts_by_states:
         problems += dict.fromkeys(filter(None, map(beside_drafts_by_states, settings.policies)))
     if layout.own_drafts:

@@ -11,7 +11,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_kvx.models.passes import AttnMetadata
-from vllm_kvx.worker.batch import PassBatch, unplanned
+from vllm_kvx.worker.batch import PassBatch, to_device, unplanned
 from vllm_kvx.worker.prefill.selected_passes import lens_to_device
 from vllm_kvx.worker.prefill.step_batch import StepBatch
 from vllm_kvx.worker.rows import DeviceRows
@@ -30,6 +30,7 @@ class StepAttention:
         attn_groups: by KV group.
         more: what else `prepare_attn` takes after the groups, the KV cache's config first.
         max_num_reqs: the most requests that attention backends have planned room for.
+        drafts_ahead: see ``Layout``.
     """
 
     shared: SharedAttnMetadata
@@ -40,6 +41,7 @@ class StepAttention:
     attn_groups: AttentionGroups
     more: tuple[Any, ...]
     max_num_reqs: int
+    drafts_ahead: bool = False
 
     @property
     def size(self) -> tuple[int, int]:
@@ -74,6 +76,8 @@ class StepAttention:
         """Metadata of a pass with rows of its own; see ``step_batch.MetadataOf``."""
         prefilling = np.ones(len(ends), dtype=bool) if is_prefill else None
         lens, bounds = lens_to_device(ends, self.slot_mappings.device), torch.from_numpy(ends)
+        if self.drafts_ahead and not is_prefill:
+            lens -= self._rejected(batch.requests)
         wanted = only(self.attn_groups, groups)
         with unplanned(wanted if len(ends) > self.max_num_reqs else ()):
             return self.shared.build(
@@ -84,6 +88,14 @@ class StepAttention:
                 wanted,
                 self.more[0],
             )
+
+    def _rejected(self, requests: np.ndarray) -> Tensor:
+        """(P,) int32 tokens of `requests` that the host takes for computed, and were rejected."""
+        device, bounds = self.slot_mappings.device, self.batch.seq_lens_cpu_upper_bound
+        assert bounds is not None
+        places = torch.from_numpy(requests)
+        seen = self.batch.seq_lens.index_select(0, to_device(requests, device))
+        return lens_to_device(bounds[places].numpy(), device) - seen
 
     def of_decodes(self, batch: PassBatch, lens: Tensor, bounds: np.ndarray) -> AttnMetadata:
         """Metadata of a pass of one generated token each, in all KV groups.

@@ -248,6 +248,7 @@ class PolicyModelState(DefaultModelState):
             attn_groups,
             (kv_cache_config, for_capture, ubatch_idx, model_specific_attn_metadata),
             self.max_num_reqs,
+            self.settings.layout.drafts_ahead,
         )
         self.attention = None if step is None else attn
         rows, counts = self._rows(step, attn)

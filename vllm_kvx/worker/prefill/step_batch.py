@@ -26,7 +26,8 @@ class MetadataOf(Protocol):
     ) -> AttnMetadata:
         """ends: (P,) int32 entries that the last row of each sees.
 
-        is_prefill: whether all rows are of prompts that come in; otherwise as in the step's batch.
+        is_prefill: whether all rows are of prompts that come in; otherwise as in the step's batch,
+            and `ends` is the most that they can see where drafts are not known to stay yet.
         """
 
 
