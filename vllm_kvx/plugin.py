@@ -229,10 +229,12 @@ def _with_policy(original: _Function) -> _Function:
             with _idle_on_untested():
                 _look_at_requests()
             return vllm_config
+        from vllm_kvx.server.draft_scheduling import schedule_in_time
         from vllm_kvx.server.missing_connector import connector_needed
         from vllm_kvx.server.outputs import name_policies
         from vllm_kvx.server.validate import prepare_engine_config
 
+        schedule_in_time(self)
         with connector_needed(self, in_python):
             vllm_config = with_text_alone(lambda: original(self, *args, **kwargs), self)
         _look_at_requests()

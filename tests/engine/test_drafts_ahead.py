@@ -13,12 +13,15 @@ from reference.fastkv import Keep
 from reference.pyramidkv import Pyramid
 from reference.structkv import Struct
 from support.engine import running, schedule_ahead
-from support.expected import FULL, Policy, Speed
+from support.expected import FULL, Policy, Speed, named
 from support.heads import Models, drafted_by
 from support.nightly import by_day
-from support.parity import room_for
+from support.parity import assert_undisturbed, room_for
+from support.prompts import prompts_of
 
-from .test_draft_models import assert_drafts
+from engine.test_draft_models import LENGTHS, assert_drafts
+from vllm_kvx.cache.scheduler import AsyncPolicyScheduler
+from vllm_kvx.policy.spec import parse_policy
 
 RETAIN: list[Policy] = [FULL, Keep(kv_rate=0.4), Critical(kv_rate=0.3), Pyramid(kv_rate=0.5)]
 PROPAGATE: list[Policy] = [
@@ -41,12 +44,22 @@ def planned_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("policies", [RETAIN, PROPAGATE], ids=["retain", "propagate"])
 def test_a_draft_model(tiny: Callable[..., Path], policies: list[Policy]) -> None:
-    model, draft = tiny(), tiny(seed=3)
-    drafter = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    """It has the same weights: what `full` drafts stays, and of the others a part."""
+    model = tiny()
+    drafter = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
     with running(
         model, "full", config=room_for(policies), speculative_config=drafter, **ROOM
     ) as engine:
+        assert isinstance(engine.scheduler, AsyncPolicyScheduler)
         assert_drafts(engine, model, policies, tokens=12)
+        prompts, names = prompts_of(LENGTHS, seed=12), [named(policy) for policy in policies]
+        answers = engine.generate(prompts, 8, names)
+        assert_undisturbed(engine, prompts, names, answers, range(1, 7))
+        counted = engine.stats()["policies"]
+        others = [counted[str(parse_policy(name))] for name in names[1:]]
+        assert counted["full"]["tokens_accepted"] > 0
+        assert sum(each["tokens_accepted"] for each in others) > 0
+        assert all(each["tokens_accepted"] < each["tokens_drafted"] for each in others)
 
 
 @pytest.mark.parametrize("method", by_day(("eagle3", "eagle", "mtp"), {0}))

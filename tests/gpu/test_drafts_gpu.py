@@ -21,6 +21,8 @@ from support.inside import count_graph_replays, count_retrieval_graphs
 from support.parity import ask, assert_close, assert_parity, in_turn, room_for
 from support.prompts import prompts_of
 
+from vllm_kvx.cache.scheduler import AsyncPolicyScheduler
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 DRAFTS = 3
@@ -130,3 +132,29 @@ def test_heads(tiny: Callable[..., Path], tmp_path: Path, kind: Kind) -> None:
     assert set(drafter.accepted) == set(range(DRAFTS + 1)), drafter.accepted
     assert_dense(watched.found, models.dense(kind))
     assert_parity(models.model, answers, each, most=2)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
+def test_steps_planned_ahead(tiny: Callable[..., Path], tmp_path: Path, kind: Any) -> None:
+    """Asynchronous scheduling, which vLLM has by default: graphs replay before drafts are known."""
+    policies = [policy for policy in POLICIES if not isinstance(policy, Read)]
+    if kind == "draft_model":
+        model = served = tiny(head_dim=64, hidden=256)
+        drafter = {"method": kind, "model": str(model), "num_speculative_tokens": DRAFTS}
+        options = {"speculative_config": drafter, **OPTIONS}
+    else:
+        policies = policies[:2]  # Heads draft from the states of every prompt token.
+        models = Models.of(tiny, tmp_path, kind, head_dim=64, hidden=256)
+        model, served = models.model, models.served
+        options = drafted_by(models.head, kind, DRAFTS, **OPTIONS) | {"async_scheduling": True}
+    prompts, each = prompts_of(LENGTHS, seed=7), in_turn(policies, len(LENGTHS))
+    with running(served, "full", config=room_for(policies), **options) as engine:
+        replays = count_graph_replays(engine)
+        answers = ask(engine, prompts, each, max_tokens=20)
+        alone = ask(engine, prompts[:2], each[:2], max_tokens=20)
+        again = ask(engine, [[*prompt, 7, 8, 9] for prompt in prompts], each, max_tokens=8)
+        assert isinstance(engine.scheduler, AsyncPolicyScheduler)
+        engine.assert_idle()
+    assert any(answer.cached for answer in again)
+    assert replays["full"], replays
+    assert_parity(model, [*answers, *alone, *again], [*each, *each[:2], *each], most=2)

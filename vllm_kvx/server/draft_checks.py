@@ -68,7 +68,7 @@ WITH_DRAFTS: tuple[Refusal, ...] = (
         _drafts_ahead_otherwise,
         "asynchronous scheduling only knows how many tokens a request has at most while tokens are "
         "drafted. That was tried with a draft model, EAGLE or MTP, full attention in every layer, "
-        "positions of one part and caches of 16 bits or fp8: set --no-async-scheduling",
+        "positions of one part and no int8 cache: set --no-async-scheduling",
         DRAFTS,
     ),
     Refusal(

@@ -371,8 +371,7 @@ class PolicyModelState(DefaultModelState):
             return None
         if step is None:
             return retrieval.graph_pass(None, attn.size, tables) if for_capture else None
-        plan = step.retrieval
-        assert plan is not None
+        assert (plan := step.retrieval) is not None
         if attn.mode == CUDAGraphMode.FULL:
             now = retrieval.graph_pass(plan, attn.size, tables, self.waiting.keeps)
         else:

@@ -1,0 +1,95 @@
+"""Asynchronous scheduling beside drafts: which policies have it, and what others are told."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.configs import write_config
+from support.engine import schedule_ahead
+from support.refused import changed, drafted_by, lines_of
+
+from vllm_kvx.config.settings import KVSettings
+from vllm_kvx.policy.layout import check_fits
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.server.draft_checks import WITH_DRAFTS
+from vllm_kvx.server.draft_scheduling import schedule_in_time
+from vllm_kvx.server.start_refusal import reasons
+from vllm_kvx.server.validate import ASYNC_SCHEDULER
+
+RETRIEVES = "fier-64 plans by the number of tokens what a step reads"
+WAITS = "after=4 waits for a number of generated tokens"
+
+
+def args(policy: Any, *layout: str, asked: bool | None = None, drafts: bool = True) -> Any:
+    return SimpleNamespace(
+        additional_config={"kv_policy": policy, "kv_layout": list(layout)},
+        speculative_config={"method": "eagle3"} if drafts else None,
+        async_scheduling=asked,
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["fier-64", "speed-4+quest-64", "snapkv:kv_rate=0.1,after=4", "auto", "none-such"]
+)
+def test_it_is_off_for_what_needs_a_count(name: str) -> None:
+    own, room = args(name), args("full", name)
+    schedule_in_time(own)
+    schedule_in_time(room)
+    assert own.async_scheduling is False and room.async_scheduling is False
+    for asked in (True, False):
+        kept = args(name, asked=asked)
+        schedule_in_time(kept)
+        assert kept.async_scheduling is asked
+    stock = args(name, drafts=False)
+    schedule_in_time(stock)
+    assert stock.async_scheduling is None
+
+
+def test_it_is_left_to_vllm_for_others() -> None:
+    others = args("full", "snapkv:kv_rate=0.1", "speed-4", "fastkv:tsp_layer=3,kv_rate=0.2")
+    schedule_in_time(others)
+    assert others.async_scheduling is None
+
+
+def test_rows(stock) -> None:
+    ahead = changed(stock, "scheduler_config.async_scheduling", True)
+    refused = [WITH_DRAFTS[0].reason]
+    assert reasons(WITH_DRAFTS, changed(ahead, "speculative_config", drafted_by("ngram"))) == (
+        refused
+    )
+    for method in ("draft_model", "eagle", "eagle3", "mtp"):
+        beside = changed(ahead, "speculative_config", drafted_by(method))
+        assert not reasons(WITH_DRAFTS, beside), method
+    beside = changed(ahead, "speculative_config", drafted_by("eagle3"))
+    over_int8 = changed(beside, "cache_config.cache_dtype", "int8_per_token_head")
+    by_rows = changed(beside, "model_config.uses_mrope", True)
+    assert reasons(WITH_DRAFTS, over_int8) == reasons(WITH_DRAFTS, by_rows) == refused
+
+
+@pytest.fixture
+def eagle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments of an engine whose tokens an EAGLE-3 head drafts, and which plans ahead."""
+    schedule_ahead(monkeypatch, True)
+    head = tmp_path / "head"
+    head.mkdir()
+    model = write_config(head, num_hidden_layers=1, architectures=["LlamaForCausalLMEagle3"])
+    return {"speculative_config": {"method": "eagle3", "model": model, "num_speculative_tokens": 3}}
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"), [("fier-64", RETRIEVES), ("snapkv:kv_rate=0.1,after=4", WAITS)]
+)
+def test_a_server_and_its_requests(make_config, eagle, policy: str, why: str) -> None:
+    """A request is refused what the server is refused at start, and so is a server with room."""
+    (found,) = lines_of(make_config, policy, **eagle)
+    assert why in found and found.endswith("set --no-async-scheduling")
+    room = {"additional_config": {"kv_layout": [policy]}}
+    assert lines_of(make_config, "full", **room, **eagle) == [found]
+    config = make_config("snapkv:kv_rate=0.1", dtype="float32", **eagle)
+    assert config.scheduler_config.scheduler_cls == ASYNC_SCHEDULER
+    settings = KVSettings.from_vllm_config(config)
+    assert settings is not None and settings.layout.drafts_ahead
+    with pytest.raises(PolicyError, match="set --no-async-scheduling"):
+        check_fits(settings.parse(policy), settings.layout, settings.num_layers)
+    check_fits(settings.parse("snapkv:kv_rate=0.5"), settings.layout, settings.num_layers)

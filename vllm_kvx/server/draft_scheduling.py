@@ -1,0 +1,40 @@
+"""Asynchronous scheduling where tokens are drafted, which not every policy can have."""
+
+from typing import Any
+
+from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY
+from vllm_kvx.policy.auto import is_auto
+from vllm_kvx.policy.beside_server import beside_drafts_ahead
+from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.spec import parse_policy
+
+
+def schedule_in_time(args: Any) -> None:
+    """Turns it off in `args`, vLLM's ``EngineArgs``, for such policies if nobody asked for it.
+
+    What was asked for is refused later, with the reason. A name that says nothing yet, `auto` or
+    one that does not parse, is taken for such a policy.
+    """
+    config = args.additional_config
+    if not args.speculative_config or args.async_scheduling is not None:
+        return
+    names = [config.get(POLICY_KEY), *(config.get(LAYOUT_KEY) or ())]
+    for name in filter(None, names):
+        why = _why(name)
+        if why is not None:
+            from vllm.logger import init_logger
+
+            args.async_scheduling = False
+            init_logger("vllm.kvx").info("Asynchronous scheduling is off: %s", why)
+            return
+
+
+def _why(name: Any) -> str | None:
+    """Why a policy of this name cannot have it beside drafts; None if it can."""
+    if not isinstance(name, str) or is_auto(name):
+        return f"with {name}, which may retrieve, it was not tried beside drafted tokens"
+    try:
+        problem = beside_drafts_ahead(parse_policy(name))
+    except PolicyError:
+        return f"{name} is no policy"
+    return None if problem is None else problem.rpartition(": set ")[0]
