@@ -19,14 +19,10 @@ def beside_drafts_ahead(policy: KVPolicy) -> str | None:
 
     A step is planned there before it is known how many drafted tokens of the last one stay.
     """
-    if policy.retrieve is not None:
-        needs = f"{policy.retrieve} plans by the number of tokens what a step reads"
-    elif policy.num_generated:
-        needs = f"{policy.retain} waits for a number of generated tokens"
-    else:
+    if not policy.num_generated:
         return None
     return (
-        f"{needs}, and with drafted tokens and asynchronous scheduling only the most that there "
+        f"{policy.retain} waits for a number of generated tokens, and with drafted tokens and asynchronous scheduling only the most that there "
         "can be are known: set --no-async-scheduling"
     )
 

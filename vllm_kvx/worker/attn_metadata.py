@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,17 @@ class StepAttention:
     max_num_reqs: int
     drafts_ahead: bool = False
 
+    @cached_property
+    def late(self) -> Tensor | None:
+        """(R,) int32 tokens that the host takes for computed and that were rejected; None where it
+        knows."""
+        if not self.drafts_ahead:
+            return None
+        num_reqs, bounds = self.batch.num_reqs, self.batch.seq_lens_cpu_upper_bound
+        assert bounds is not None
+        most = lens_to_device(bounds[:num_reqs].numpy(), self.slot_mappings.device)
+        return most - self.batch.seq_lens[:num_reqs]
+
     @property
     def size(self) -> tuple[int, int]:
         """Rows and requests of the step, padding included."""
@@ -71,13 +83,21 @@ class StepAttention:
         return self.shared.prepare_attn(self.batch, self.mode, tables, slots, groups, *self.more)
 
     def of_pass(
-        self, batch: PassBatch, ends: np.ndarray, groups: Collection[int], is_prefill: bool = True
+        self,
+        batch: PassBatch,
+        ends: np.ndarray,
+        groups: Collection[int],
+        is_prefill: bool = True,
+        is_known: np.ndarray | None = None,
     ) -> AttnMetadata:
         """Metadata of a pass with rows of its own; see ``step_batch.MetadataOf``."""
         prefilling = np.ones(len(ends), dtype=bool) if is_prefill else None
         lens, bounds = lens_to_device(ends, self.slot_mappings.device), torch.from_numpy(ends)
-        if self.drafts_ahead and not is_prefill:
-            lens -= self._rejected(batch.requests)
+        if self.late is not None and not is_prefill:
+            unknown = batch.requests if is_known is None else batch.requests[~is_known]
+            late = self.late.index_select(0, to_device(unknown, lens.device))
+            places = torch.arange(len(ends)) if is_known is None else np.flatnonzero(~is_known)
+            lens.index_add_(0, to_device(np.asarray(places), lens.device), late, alpha=-1)
         wanted = only(self.attn_groups, groups)
         with unplanned(wanted if len(ends) > self.max_num_reqs else ()):
             return self.shared.build(
@@ -88,14 +108,6 @@ class StepAttention:
                 wanted,
                 self.more[0],
             )
-
-    def _rejected(self, requests: np.ndarray) -> Tensor:
-        """(P,) int32 tokens of `requests` that the host takes for computed, and were rejected."""
-        device, bounds = self.slot_mappings.device, self.batch.seq_lens_cpu_upper_bound
-        assert bounds is not None
-        places = torch.from_numpy(requests)
-        seen = self.batch.seq_lens.index_select(0, to_device(requests, device))
-        return lens_to_device(bounds[places].numpy(), device) - seen
 
     def of_decodes(self, batch: PassBatch, lens: Tensor, bounds: np.ndarray) -> AttnMetadata:
         """Metadata of a pass of one generated token each, in all KV groups.

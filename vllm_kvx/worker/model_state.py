@@ -373,7 +373,7 @@ class PolicyModelState(DefaultModelState):
             return retrieval.graph_pass(None, attn.size, tables) if for_capture else None
         assert (plan := step.retrieval) is not None
         if attn.mode == CUDAGraphMode.FULL:
-            now = retrieval.graph_pass(plan, attn.size, tables, self.waiting.keeps)
+            now = retrieval.graph_pass(plan, attn.size, tables, self.waiting.keeps, attn.late)
         else:
             now = retrieval.eager_pass(
                 plan,
@@ -384,6 +384,7 @@ class PolicyModelState(DefaultModelState):
                 step.gaps,
                 tables,
                 self.cuts.at_split_layers(step.rows),
+                attn.late,
             )
         self.stats.add_retrieval_step(step, self.requests, retrieval.layout.unit, now)
         return now

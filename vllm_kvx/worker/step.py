@@ -135,11 +135,11 @@ def plan_step(
 def _plan_retrieval(
     retrieval: Retrieval, step: Step, requests: Requests, moves_out: Container[str]
 ) -> RetrievalStep:
-    is_fresh = retrieval.sidecars.is_fresh(step.requests)
+    is_fresh, unknown = retrieval.sidecars.is_fresh(step.requests), retrieval.unknown[step.requests]
     if step.is_decode and not is_fresh.any():
-        retrieval.sidecars.plan_decodes(step.requests, step.stored_lens, step.counts)
+        retrieval.sidecars.plan_decodes(step.requests, step.stored_lens, step.counts + unknown)
         return _planned(retrieval, step, requests, is_fresh)
-    before = stored_lens(step.begins, *step.gaps)
+    before = stored_lens(step.begins, *step.gaps) - unknown
     after = step.stored_lens.copy()
     moved = np.zeros(after.shape, dtype=bool)
     published, read = np.zeros_like(after), np.zeros_like(after)
@@ -174,6 +174,7 @@ def _planned(
         requests.prompt_lens[step.requests],
         step.stored_lens,
         is_fresh,
+        step.batch.num_draft_tokens_per_req,
     )
 
 

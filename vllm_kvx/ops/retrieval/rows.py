@@ -56,6 +56,15 @@ class RetrievalRows:
             async_tensor_h2d(fields, device=device), async_tensor_h2d(offsets, device=device)
         )
 
+    def take_back(self, late: Tensor, floors: Tensor) -> None:
+        """Takes off the entries that rows were given too many of, in place.
+
+        late: (B,) int32 by row of the block table. floors: (R,) int32 entries; rows that are left
+            with fewer do not retrieve.
+        """
+        self.lens.sub_(late.index_select(0, self.requests))
+        self.lens.masked_fill_(self.lens < floors, 0).clamp_(min=0)
+
     def first(self, num_rows: int) -> "RetrievalRows":
         """The first rows, at the same addresses."""
         return RetrievalRows(

@@ -43,6 +43,8 @@ class GraphRows:
         self._batches: dict[int, list[list[RetrievalRows]]] = {}
         # Only rows of one request that follow one another may read what their step fills.
         drafts = config.num_speculative_tokens
+        if config.scheduler_config.async_scheduling:
+            drafts *= 2  # Those of the step before may or may not be there.
         self._groups_a_request = num_stages * (1 + drafts // layout.group) if drafts else 0
         most = config.scheduler_config.max_num_seqs * self._groups_a_request
         self._groups = torch.full((most, 3), -1, dtype=torch.int32, device=device)
@@ -52,10 +54,12 @@ class GraphRows:
         """Device memory that graphs read."""
         return [self._fields, self._offsets, self._groups]
 
-    def set(self, step: RetrievalStep | None, num_rows: int, num_reqs: int) -> None:
+    def set(
+        self, step: RetrievalStep | None, num_rows: int, num_reqs: int, late: Tensor | None = None
+    ) -> None:
         """Writes what a graph of so many rows and requests is about to read.
 
-        step: None while it is captured: its rows do nothing.
+        step: None while it is captured: its rows do nothing. late: see ``Retrieval.graph_pass``.
         """
         num_stages = len(self._fields)
         fields = np.zeros((num_stages, NUM_FIELDS, num_rows), dtype=np.int32)
@@ -74,6 +78,12 @@ class GraphRows:
                 filled[: len(step.filled)] = step.filled
         self._fields[:, :, :num_rows].copy_(async_tensor_h2d(fields, device=self._device))
         self._offsets[:, :num_rows].copy_(async_tensor_h2d(offsets, device=self._device))
+        if step is not None and late is not None:
+            floors = np.zeros((num_stages, num_rows), dtype=np.int32)
+            floors[:, : len(index)] = step.floors_of(requests, lens)
+            known = async_tensor_h2d(floors, device=self._device)
+            for (rows,), least in zip(self.batches(num_rows), known, strict=True):
+                rows.take_back(late, least)
         if groups is not None:
             groups.copy_(async_tensor_h2d(filled, device=self._device))
 

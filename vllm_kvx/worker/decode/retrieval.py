@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -54,6 +55,8 @@ class Retrieval:
     graph_modes: of the CUDA graphs; the last ones fit any step, unless there are only the first.
     max_rows: that retrieve at once.
     graph: the modes whose CUDA graph the running step replays, or which is captured.
+    unknown: (max requests,) by request state: tokens drafted in its last step, where the next one
+        is planned before it is known whether they stay; else 0.
     """
 
     def __init__(
@@ -78,7 +81,8 @@ class Retrieval:
         num_stages, self._stages = len(self.graph_modes[0]), [layer.stage for layer in layers]
         budgets, least, floors = np.zeros((3, max_reqs), dtype=np.int64)
         self.rules = Rules(budgets, least, floors, layout.unit)
-        self.policy_rows = np.zeros(max_reqs, dtype=np.int64)
+        self.policy_rows, self.unknown = np.zeros((2, max_reqs), dtype=np.int64)
+        self._ahead = settings.layout.drafts_ahead
         self.graph_rows = GraphRows(layout, num_stages, vllm_config, device)
         drafts, reuse = vllm_config.num_speculative_tokens, layout.reuse_layers
         # Where layers read by another's choice, those of all rows that decode at once are kept.
@@ -138,7 +142,7 @@ class Retrieval:
 
     def add_request(self, req_index: int, policy: Retrieve | None, row: int) -> None:
         """policy: what the request retrieves by, or None. row: its policy's in the counters."""
-        self.policy_rows[req_index] = row
+        self.policy_rows[req_index], self.unknown[req_index] = row, 0
         rules = self.rules
         rules.budgets[req_index] = policy.budget_units if policy is not None else 0
         rules.least[req_index] = policy.floor(0) if policy is not None else 0
@@ -175,8 +179,9 @@ class Retrieval:
             if (counts != counts[0]).any():
                 return False  # vLLM replays graphs of requests with as many tokens each alone.
             rules = self.rules.of(requests)
+            fresh, unknown = np.zeros_like(may), self.unknown[requests]
             step = RetrievalStep.of(
-                rules, self.costs, begins, counts, prompt_lens, stored_lens, np.zeros_like(may)
+                rules, self.costs, begins, counts, prompt_lens, stored_lens, fresh, unknown
             )
             return bool(step.some.any()) and not self._replays(step.each_row[1])
         ends, replays = begins + counts, len(self.graph_modes) > 1
@@ -221,6 +226,7 @@ class Retrieval:
         prompt_lens: IntArray,
         stored_lens: IntArray,
         is_fresh: np.ndarray,
+        drafts: np.ndarray | None,
     ) -> RetrievalStep:
         """Plans which rows of a real step retrieve.
 
@@ -228,17 +234,20 @@ class Retrieval:
             requests: (R,) request states. begins, counts: (R,) tokens. prompt_lens: (R,).
             stored_lens: (S, R) entries seen by each request's last token.
             is_fresh: (R,) bool, requests that have run no step yet.
+            drafts: (R,) tokens among `counts` that were drafted; None for none.
         """
-        rules = self.rules.of(requests)
+        rules, unknown = self.rules.of(requests), self.unknown[requests]
         step = RetrievalStep.of(
-            rules, self.costs, begins, counts, prompt_lens, stored_lens, is_fresh
+            rules, self.costs, begins, counts, prompt_lens, stored_lens, is_fresh, unknown
         )
+        if self._ahead:
+            self.unknown[requests] = 0 if drafts is None else drafts
         if self.sampler.takes_step(bool(step.some.any())):
             step.sampled = self.policy_rows[requests]
         if step.chunks and step.some.any():
             several = np.array(step.chunks)
             step.filled = self.sidecars.groups_of_decodes(
-                requests[several], step.sees[:, several], step.counts[several]
+                requests[several], step.sees[:, several], (step.counts + unknown)[several]
             )
         return step
 
@@ -248,6 +257,7 @@ class Retrieval:
         size: tuple[int, int],
         block_tables: Sequence[Tensor],
         keeps: bool = False,
+        late: Tensor | None = None,
     ) -> RetrievalPass | None:
         """The pass of a CUDA graph; sets `graph`, and writes what the graph reads.
 
@@ -255,6 +265,8 @@ class Retrieval:
             step: None while `graph` is captured: its rows do nothing.
             size: the graph's rows and requests.
             keeps: whether the graph keeps queries; those that do fit any step.
+            late: (R,) int32, how many of the tokens that `step` counts were rejected; None where
+                they are known.
         """
         if step is not None:
             wanted = step.modes
@@ -264,7 +276,7 @@ class Retrieval:
             return None
         assert step is None or self.fits(step.each_row[1]), "rows of a CUDA graph do not fit"
         (num_rows, num_reqs), graphs = size, self.graph_rows
-        graphs.set(step, num_rows, num_reqs)
+        graphs.set(step, num_rows, num_reqs, late)
         batches, groups = graphs.batches(num_rows), graphs.full_groups(num_reqs)
         return RetrievalPass(self.graph, batches, block_tables, full_groups=groups)
 
@@ -278,6 +290,7 @@ class Retrieval:
         gaps: tuple[IntArray, IntArray],
         block_tables: Sequence[Tensor],
         split_layers: Mapping[int, SegmentRows | None],
+        late: Tensor | None = None,
     ) -> RetrievalPass | None:
         """The pass of a step that runs in Python.
 
@@ -285,6 +298,7 @@ class Retrieval:
             counts: (R,) scheduled tokens; plan: by stage, the rows that it runs, if not all.
             ends, prompt_lens: (R,) logical lengths. gaps: (S, R) starts and sizes.
             split_layers: by layer that is split, the rows that it runs, if not all.
+            late: see `graph_pass`.
         """
         modes = step.modes
         if all(mode is Mode.DENSE for mode in modes):
@@ -293,7 +307,8 @@ class Retrieval:
         def batches_of(stage: int, rows: SegmentRows | None) -> list[RetrievalRows]:
             run, gap = counts if rows is None else rows.counts, (gaps[0][stage], gaps[1][stage])
             found = step.rows(stage, run, ends - counts, ends, prompt_lens, gap)
-            return self.on_device(found, step.budgets)
+            floors = None if late is None else step.floors_of(found.requests, found.lens)
+            return self.on_device(found, step.budgets, late, floors)
 
         return RetrievalPass(
             modes,
@@ -305,15 +320,28 @@ class Retrieval:
             most_chosen=self.max_rows if self.layout.reuse_layers > 1 else 0,
         )
 
-    def on_device(self, rows: HostRows, budgets: IntArray) -> list[RetrievalRows]:
-        """A stage's rows in batches whose scores fit. budgets: (R,) by request."""
-        unit = self.layout.unit
-        return [
-            RetrievalRows.of(
-                part.tokens, part.requests, part.lens, budgets[part.requests], unit, self._device
+    def on_device(
+        self,
+        rows: HostRows,
+        budgets: IntArray,
+        late: Tensor | None = None,
+        floors: IntArray | None = None,
+    ) -> list[RetrievalRows]:
+        """A stage's rows in batches whose scores fit. budgets: (R,) by request.
+
+        late, floors: see ``RetrievalRows.take_back``; floors by row, on the host.
+        """
+        unit, found, begin = self.layout.unit, list[RetrievalRows](), 0
+        for part in rows.batches(unit, self.scratch.capacity, self.max_rows):
+            many = budgets[part.requests]
+            found.append(
+                RetrievalRows.of(part.tokens, part.requests, part.lens, many, unit, self._device)
             )
-            for part in rows.batches(unit, self.scratch.capacity, self.max_rows)
-        ]
+            if late is not None and floors is not None:
+                least = floors[begin : begin + len(many)].astype(np.int32)
+                found[-1].take_back(late, async_tensor_h2d(least, device=self._device))
+            begin += len(many)
+        return found
 
     def stock_batch(
         self,

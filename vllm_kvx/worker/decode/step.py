@@ -172,6 +172,8 @@ class RetrievalStep:
         rules: of the requests.
         counts: (R,) rows of each request. sees: (S, R) entries seen by its last one.
         generated: (R,) tokens past its prompt, the step's included; not positive within it.
+        unknown: (R,) tokens, drafted in the step before, of which it is not known whether they stay:
+            all others count them among those that are there.
         sampled: see ``RetrievalPass``.
         filled: (n, 3) int32, groups that requests with several rows fill, which one row may write
             and a later one read; see ``Writer.write``. None for none.
@@ -185,6 +187,7 @@ class RetrievalStep:
     counts: IntArray
     sees: IntArray
     generated: IntArray
+    unknown: IntArray
     sampled: IntArray | None = None
     filled: np.ndarray | None = None
 
@@ -198,6 +201,7 @@ class RetrievalStep:
         prompt_lens: IntArray,
         stored_lens: IntArray,
         is_fresh: np.ndarray,
+        unknown: IntArray,
     ) -> "RetrievalStep":
         """The step of requests with these rules; the other arguments as ``Retrieval.plan``."""
         ends = begins + counts
@@ -205,16 +209,20 @@ class RetrievalStep:
         # A request that resumes may read a prefix that another request computes in this step.
         several = generates & ((counts > 1) | is_fresh)
         lens = retrieving_lens(rules, costs, generates & ~several, stored_lens)
-        whole = (lens > 0).astype(np.int64)
+        # Which it is of those whose floors lie among what is unknown, the device knows.
+        sure = (stored_lens - unknown >= rules.floors) | (stored_lens < rules.floors)
+        whole = ((lens > 0) & sure).astype(np.int64)
         some: np.ndarray = np.any(lens, axis=1)
         chunks = np.flatnonzero(several).tolist()
         if chunks:
             # Past their prompts each row sees one entry more than the one before.
             some |= np.any(several & (stored_lens >= rules.floors), axis=1)
             first_sees = stored_lens - (counts - 1)
+            first_sees -= unknown
             from_first = several & (begins >= prompt_lens) & (first_sees >= rules.floors)
             whole = np.where(from_first, counts, whole)
-        return cls(lens, chunks, whole, some, rules, counts, stored_lens, ends - prompt_lens)
+        generated = ends - prompt_lens
+        return cls(lens, chunks, whole, some, rules, counts, stored_lens, generated, unknown)
 
     @property
     def budgets(self) -> IntArray:
@@ -248,6 +256,15 @@ class RetrievalStep:
             seen = self.sees[:, requests] - after
             lens = np.where(past & (seen >= self.rules.floors[requests]), seen, lens)
         return requests, lens
+
+    def floors_of(self, requests: np.ndarray, lens: IntArray) -> IntArray:
+        """Entries below which rows that may retrieve do not, once their numbers are known.
+
+        requests: (N,) by batch index. lens: (..., N) entries that each sees at most; fewer than its
+            floor where the batch decides, whatever the number.
+        """
+        floors = self.rules.floors[requests]
+        return np.where(lens >= floors, floors, 0)
 
     def rows(
         self,

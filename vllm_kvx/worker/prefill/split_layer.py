@@ -129,22 +129,28 @@ class SplitLayer:
         """
 
         def build() -> AttnMetadata:
-            batch, ends = self._pieces(rows)
+            batch, ends, is_known = self._pieces(rows)
             step = self._step
-            own = step.metadata_of(batch, ends, [self._group], is_prefill=False)
+            own = step.metadata_of(batch, ends, [self._group], False, is_known)
             return {**step.metadata, **own}
 
         return build
 
-    def _pieces(self, rows: DeviceRows) -> tuple[PassBatch, np.ndarray]:
-        """The pass's rows as attention takes them, and (P,) int32 entries that each piece sees."""
+    def _pieces(self, rows: DeviceRows) -> tuple[PassBatch, np.ndarray, np.ndarray | None]:
+        """The pass's rows as attention takes them, and (P,) int32 entries that each piece sees.
+
+        Of pieces that the third, (P,) bool, leaves out drafted tokens may count that were rejected;
+        None leaves out all.
+        """
         step, plan, cut = self._step, rows.plan, rows.batch
         busy = cut.requests
         stored, begins = step.stored_lens[self._stage][busy], step.begins[busy]
+        is_cut: np.ndarray | None = None
         if step.retrieval is not None and self._index >= DENSE_LAYERS:
             # Retrieval overwrites what attention makes of these.
             cut_to = step.retrieval.whole[self._stage][busy]
-            stored = np.where(cut_to > 0, cut_to, stored)
+            is_cut = cut_to > 0
+            stored = np.where(is_cut, cut_to, stored)
         heads = np.where(np.isin(busy, plan.projected), plan.heads[busy], 0)
         counts = np.stack([heads, plan.counts[busy] - heads], axis=1).ravel()
         ends = np.stack([begins + heads, stored], axis=1).ravel()
@@ -161,7 +167,7 @@ class SplitLayer:
             tuple(tables),
             cut.slot_mappings,
         )
-        return batch, ends[there].astype(np.int32)
+        return batch, ends[there].astype(np.int32), None if is_cut is None else is_cut[place]
 
     # In a pass over chosen tokens.
 

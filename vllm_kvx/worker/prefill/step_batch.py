@@ -23,11 +23,13 @@ class MetadataOf(Protocol):
         ends: np.ndarray,
         groups: Collection[int],
         is_prefill: bool = True,
+        is_known: np.ndarray | None = None,
     ) -> AttnMetadata:
         """ends: (P,) int32 entries that the last row of each sees.
 
         is_prefill: whether all rows are of prompts that come in; otherwise as in the step's batch,
-            and `ends` is the most that they can see where drafts are not known to stay yet.
+            and `ends` is the most that they can see where drafts are not known to stay yet, but
+            for those that are `is_known`, (P,) bool.
         """
 
 
