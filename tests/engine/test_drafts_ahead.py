@@ -4,16 +4,18 @@ The host knows the most tokens that a request can have; the device knows how man
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from reference.criticalkv import Critical
 from reference.fastkv import Keep
+from reference.fier import Retrieve
 from reference.pyramidkv import Pyramid
 from reference.structkv import Struct
 from support.engine import running, schedule_ahead
-from support.expected import FULL, Policy, Speed, named
+from support.expected import FULL, Policy, Read, Speed, named
 from support.heads import Models, drafted_by
 from support.nightly import by_day
 from support.parity import assert_undisturbed, room_for
@@ -24,6 +26,14 @@ from vllm_kvx.cache.scheduler import AsyncPolicyScheduler
 from vllm_kvx.policy.spec import parse_policy
 
 RETAIN: list[Policy] = [FULL, Keep(kv_rate=0.4), Critical(kv_rate=0.3), Pyramid(kv_rate=0.5)]
+FIER = Retrieve(48)
+# The third reads a context of fewer tokens whole.
+RETRIEVE: list[Policy] = [
+    Read(FIER),
+    Read(FIER, Keep(kv_rate=0.6)),
+    Read(replace(FIER, dense_below=96)),
+    FULL,
+]
 PROPAGATE: list[Policy] = [
     FULL,
     Speed(4),
@@ -42,8 +52,10 @@ def planned_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule_ahead(monkeypatch, True)
 
 
-@pytest.mark.parametrize("policies", [RETAIN, PROPAGATE], ids=["retain", "propagate"])
-def test_a_draft_model(tiny: Callable[..., Path], policies: list[Policy]) -> None:
+@pytest.mark.parametrize(
+    "policies", [RETAIN, RETRIEVE, PROPAGATE], ids=["retain", "retrieve", "propagate"]
+)
+def test_a_draft_model(tiny: Callable[..., Path], dense_ops: None, policies: list[Policy]) -> None:
     """It has the same weights: what `full` drafts stays, and of the others a part."""
     model = tiny()
     drafter = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
@@ -56,15 +68,16 @@ def test_a_draft_model(tiny: Callable[..., Path], policies: list[Policy]) -> Non
         answers = engine.generate(prompts, 8, names)
         assert_undisturbed(engine, prompts, names, answers, range(1, 7))
         counted = engine.stats()["policies"]
-        others = [counted[str(parse_policy(name))] for name in names[1:]]
+        others = [counted[str(parse_policy(name))] for name in names if name != "full"]
         assert counted["full"]["tokens_accepted"] > 0
         assert sum(each["tokens_accepted"] for each in others) > 0
         assert all(each["tokens_accepted"] < each["tokens_drafted"] for each in others)
 
 
 @pytest.mark.parametrize("method", by_day(("eagle3", "eagle", "mtp"), {0}))
-def test_heads(tiny: Callable[..., Path], tmp_path: Path, method: Any) -> None:
+def test_heads(tiny: Callable[..., Path], tmp_path: Path, dense_ops: None, method: Any) -> None:
     models = Models.of(tiny, tmp_path, method)
     options = ahead(drafted_by(models.head, method, 3, **ROOM))
-    with running(models.served, "full", config=room_for(RETAIN), **options) as engine:
-        assert_drafts(engine, models.model, RETAIN, tokens=12)
+    policies = [FULL, Keep(kv_rate=0.4), *RETRIEVE[:2]]
+    with running(models.served, "full", config=room_for(policies), **options) as engine:
+        assert_drafts(engine, models.model, policies, tokens=12)

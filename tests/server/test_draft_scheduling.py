@@ -17,8 +17,8 @@ from vllm_kvx.server.draft_scheduling import schedule_in_time
 from vllm_kvx.server.start_refusal import reasons
 from vllm_kvx.server.validate import ASYNC_SCHEDULER
 
-RETRIEVES = "fier-64 plans by the number of tokens what a step reads"
 WAITS = "after=4 waits for a number of generated tokens"
+AFTER = "snapkv:kv_rate=0.1,after=4"
 
 
 def args(policy: Any, *layout: str, asked: bool | None = None, drafts: bool = True) -> Any:
@@ -29,9 +29,7 @@ def args(policy: Any, *layout: str, asked: bool | None = None, drafts: bool = Tr
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["fier-64", "speed-4+quest-64", "snapkv:kv_rate=0.1,after=4", "auto", "none-such"]
-)
+@pytest.mark.parametrize("name", [AFTER, f"{AFTER}+fier-64", "auto", "none-such"])
 def test_it_is_off_for_what_needs_a_count(name: str) -> None:
     own, room = args(name), args("full", name)
     schedule_in_time(own)
@@ -47,7 +45,7 @@ def test_it_is_off_for_what_needs_a_count(name: str) -> None:
 
 
 def test_it_is_left_to_vllm_for_others() -> None:
-    others = args("full", "snapkv:kv_rate=0.1", "speed-4", "fastkv:tsp_layer=3,kv_rate=0.2")
+    others = args("fier-64", "snapkv:kv_rate=0.1", "speed-4+quest-64", "fastkv:kv_rate=0.2")
     schedule_in_time(others)
     assert others.async_scheduling is None
 
@@ -77,19 +75,18 @@ def eagle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"speculative_config": {"method": "eagle3", "model": model, "num_speculative_tokens": 3}}
 
 
-@pytest.mark.parametrize(
-    ("policy", "why"), [("fier-64", RETRIEVES), ("snapkv:kv_rate=0.1,after=4", WAITS)]
-)
-def test_a_server_and_its_requests(make_config, eagle, policy: str, why: str) -> None:
+@pytest.mark.parametrize("policy", [AFTER, f"{AFTER}+fier-64"])
+def test_a_server_and_its_requests(make_config, eagle, policy: str) -> None:
     """A request is refused what the server is refused at start, and so is a server with room."""
     (found,) = lines_of(make_config, policy, **eagle)
-    assert why in found and found.endswith("set --no-async-scheduling")
+    assert WAITS in found and "set --no-async-scheduling, or leave out after=" in found
     room = {"additional_config": {"kv_layout": [policy]}}
     assert lines_of(make_config, "full", **room, **eagle) == [found]
-    config = make_config("snapkv:kv_rate=0.1", dtype="float32", **eagle)
+    room = {"additional_config": {"kv_layout": ["fier-64"]}}
+    config = make_config("snapkv:kv_rate=0.1", dtype="float32", **room, **eagle)
     assert config.scheduler_config.scheduler_cls == ASYNC_SCHEDULER
     settings = KVSettings.from_vllm_config(config)
     assert settings is not None and settings.layout.drafts_ahead
-    with pytest.raises(PolicyError, match="set --no-async-scheduling"):
+    with pytest.raises(PolicyError, match="leave out after="):
         check_fits(settings.parse(policy), settings.layout, settings.num_layers)
-    check_fits(settings.parse("snapkv:kv_rate=0.5"), settings.layout, settings.num_layers)
+    check_fits(settings.parse("snapkv:kv_rate=0.5+fier-64"), settings.layout, settings.num_layers)

@@ -11,7 +11,7 @@ from vllm_kvx.ops.retrieval.crossover import NEVER
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.methods.baselines.quest import Quest
 from vllm_kvx.policy.methods.fier import FIER
-from vllm_kvx.worker.decode.announce import announce, known, logger
+from vllm_kvx.worker.decode.announce import announce, figures, logger
 
 
 def said(
@@ -81,4 +81,7 @@ def test_servers_whose_own_policy_does_not_retrieve() -> None:
 
 
 def test_lengths_in_json() -> None:
-    assert known(7) == 7 and known(NEVER) is None
+    ops = Backends.of("cuda", "it is built", torch.bfloat16, 128, 4, "max")
+    begins = Begins.of(NEVER, 7, 7, costs("cuda", "max", 8, 512), 64)
+    found = figures(FIER(64), begins, ops, NEVER)
+    assert found["auto"] is None and found["policy"] == "fier-64"

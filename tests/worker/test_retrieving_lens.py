@@ -4,14 +4,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from vllm_kvx.ops.retrieval.costs import Costs
+from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.policy.storage import stored_lens
 from vllm_kvx.worker.decode.step import Mode, RetrievalStep, Rules, retrieving_lens
 
 # In entries, not Ki: a row saves 3 per entry less 2 per token read; retrieval costs 3000 at all,
 # and stock attention 1000.
 COSTS = Costs(whole=1000, whole_entry=4 * 1024, fixed=3000, scored=1024, read=2 * 1024)
+NONE = np.zeros(1, dtype=np.int64)  # Drafted tokens that may be gone.
 BUDGET, LEAST, FLOOR = 30, 31, 900
 
 
@@ -76,7 +79,7 @@ def test_what_a_step_runs() -> None:
     ends, prompts = np.array([600, 600, 600]), np.array([500, 500, 590])
     counts = np.array([1, 1, 6])
     step = RetrievalStep.of(
-        rules(3), COSTS, ends - counts, counts, prompts, ends[None], np.zeros(3, dtype=bool)
+        rules(3), COSTS, NONE, ends - counts, counts, prompts, ends[None], np.zeros(3, dtype=bool)
     )
     assert step.chunks == [2] and step.lens.tolist() == [[600, 600, 0]]
     rows = step.rows(0, counts, ends - counts, ends, prompts, (np.zeros(3, int), np.zeros(3, int)))
@@ -84,6 +87,7 @@ def test_what_a_step_runs() -> None:
     two = RetrievalStep.of(
         rules(2),
         COSTS,
+        NONE,
         *(each[:2] for each in (ends - counts, counts, prompts)),
         ends[None, :2],
         np.zeros(2, dtype=bool),
@@ -96,7 +100,7 @@ def test_each_drafted_token_retrieves_by_itself() -> None:
     ends, counts = np.array([902, 1000, 1000]), np.array([4, 4, 4])
     prompts, no_gap = np.array([100, 100, 998]), (np.zeros(3, int), np.zeros(3, int))
     step = RetrievalStep.of(
-        rules(3), COSTS, ends - counts, counts, prompts, ends[None], np.zeros(3, dtype=bool)
+        rules(3), COSTS, NONE, ends - counts, counts, prompts, ends[None], np.zeros(3, dtype=bool)
     )
     assert step.chunks == [0, 1, 2] and step.whole.tolist() == [[0, 4, 0]]
     assert step.modes == (Mode.MIXED,)
@@ -107,6 +111,7 @@ def test_each_drafted_token_retrieves_by_itself() -> None:
         RetrievalStep.of(
             rules(1),
             COSTS,
+            NONE,
             np.array([end - 4]),
             np.array([4]),
             np.array([100]),
@@ -116,6 +121,22 @@ def test_each_drafted_token_retrieves_by_itself() -> None:
         for end in (899, 903)
     )
     assert short.modes == (Mode.DENSE,) and long.modes == (Mode.ALL,)
+
+
+def test_a_floor_among_drafts_that_may_be_gone() -> None:
+    """Rows may retrieve, so both run; the device knows which do, and takes off what is gone."""
+    ends, counts = np.array([902, 903, 905, 909]), np.array([1, 4, 4, 4])
+    prompts, no_gap = np.full(4, 100), (np.zeros(4, int), np.zeros(4, int))
+    step = RetrievalStep.of(
+        rules(4), COSTS, np.array([3, 0, 3, 3]), ends - counts, counts, prompts, ends[None],
+        np.zeros(4, dtype=bool),
+    )  # fmt: skip
+    assert step.whole.tolist() == [[0, 4, 0, 4]] and step.modes == (Mode.MIXED,)
+    rows = step.rows(0, counts, ends - counts, ends, prompts, no_gap)
+    budgets, floors = step.budgets[rows.requests], step.floors_of(rows.requests, rows.lens)
+    found = RetrievalRows.of(rows.tokens, rows.requests, rows.lens, budgets, 1, torch.device("cpu"))
+    found.take_back(torch.tensor([3, 0, 2, 1], dtype=torch.int32), torch.from_numpy(floors))
+    assert found.lens.tolist() == [0, *range(900, 904), *range(900, 904), *range(905, 909)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -130,7 +151,7 @@ def test_rows_of_graphs_are_those_of_steps_in_python(seed: int) -> None:
     gaps = rng.integers(0, 2, (2, stages, size)) * rng.integers(1, 100, (2, stages, size))
     seen = np.stack([stored_lens(ends, *gaps[:, stage]) for stage in range(stages)])
     step = RetrievalStep.of(
-        rules(size), COSTS, begins, counts, prompts, seen, np.zeros(size, dtype=bool)
+        rules(size), COSTS, NONE, begins, counts, prompts, seen, np.zeros(size, dtype=bool)
     )
     requests, lens = step.each_row
     for stage in range(stages):

@@ -17,6 +17,7 @@ from vllm_kvx.worker.stats import PolicyStats
 from vllm_kvx.worker.step import Step
 
 LAYERS, BLOCK = 32, 16
+NONE = np.zeros(1, dtype=np.int64)  # Of drafts, it is known which stay.
 COSTS = Costs(whole=0, whole_entry=4, fixed=0, scored=1, read=2)
 
 
@@ -108,7 +109,7 @@ def test_each_drafted_token_that_retrieves_counts() -> None:
     ends, counts = np.array([102, 200, 300]), np.array([4, 4, 4])
     rules = Rules(np.full(3, 32), np.full(3, 100), np.full(3, 100), 1)
     prompts, none = np.array([50, 50, 50]), np.zeros(3, dtype=bool)
-    found = RetrievalStep.of(rules, COSTS, ends - counts, counts, prompts, ends[None], none)
+    found = RetrievalStep.of(rules, COSTS, NONE, ends - counts, counts, prompts, ends[None], none)
     step: Any = SimpleNamespace(
         batch=SimpleNamespace(num_draft_tokens_per_req=np.array([3, 3, 0])),
         requests=np.arange(3),

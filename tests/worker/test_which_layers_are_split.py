@@ -115,8 +115,10 @@ def test_both_ends_of_a_prompt_are_two_sequences() -> None:
     rows = DeviceRows(none, none, None, cut, plan)
     told: list[Any] = []
 
-    def metadata_of(batch: PassBatch, ends: np.ndarray, groups: Any, is_prefill: bool) -> Any:
-        told.append((batch, ends.tolist(), groups, is_prefill))
+    def metadata_of(
+        batch: PassBatch, ends: np.ndarray, groups: Any, is_prefill: bool, is_known: np.ndarray
+    ) -> Any:
+        told.append((batch, ends.tolist(), groups, is_prefill, is_known.tolist()))
         return {"layer 4": "its own"}
 
     step: Any = SimpleNamespace(
@@ -132,8 +134,10 @@ def test_both_ends_of_a_prompt_are_two_sequences() -> None:
     layer = SplitLayer(SimpleNamespace(by_number={4: hook}), memory, step, 4)  # type: ignore[arg-type]
     metadata = layer.metadata_later(rows)()
     assert metadata == {"layer 4": "its own", "layer 5": "the same"}
-    ((batch, ends, groups, is_prefill),) = told
+    ((batch, ends, groups, is_prefill, is_known),) = told
     assert (groups, is_prefill) == ([0], False)
+    # What retrieves is cut to its own rows, whatever was rejected of it.
+    assert is_known == [False, False, False, True, False]
     assert batch.requests.tolist() == [0, 0, 1, 2, 3] and batch.counts.tolist() == [2, 3, 1, 1, 2]
     assert ends == [2, 20, 61, 1, 39]
     assert batch.block_tables[0].tolist() == tables[[0, 0, 1, 2, 3]].tolist()

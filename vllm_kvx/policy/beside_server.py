@@ -22,8 +22,9 @@ def beside_drafts_ahead(policy: KVPolicy) -> str | None:
     if not policy.num_generated:
         return None
     return (
-        f"{policy.retain} waits for a number of generated tokens, and with drafted tokens and asynchronous scheduling only the most that there "
-        "can be are known: set --no-async-scheduling"
+        f"{policy.retain} waits for a number of generated tokens, and with drafted tokens and "
+        "asynchronous scheduling only the most that there can be are known: set "
+        "--no-async-scheduling, or leave out after="
     )
 
 

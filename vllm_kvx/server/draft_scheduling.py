@@ -32,7 +32,7 @@ def schedule_in_time(args: Any) -> None:
 def _why(name: Any) -> str | None:
     """Why a policy of this name cannot have it beside drafts; None if it can."""
     if not isinstance(name, str) or is_auto(name):
-        return f"with {name}, which may retrieve, it was not tried beside drafted tokens"
+        return f"what {name} stands for may wait for generated tokens (after=)"
     try:
         problem = beside_drafts_ahead(parse_policy(name))
     except PolicyError:

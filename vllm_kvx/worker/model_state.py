@@ -82,17 +82,12 @@ class PolicyModelState(DefaultModelState):
         self.stage_segments = [self.cuts.segment_of(stage.start) for stage in layout.stages]
         self.hooks = LayerHooks(self.hooked, stages, dtype, layout, first)
         num_windows = num_split_windows(settings, vllm_config.scheduler_config)
+        waits = any(policy.num_generated for policy in settings.policies)
         policies = settings.counted_policies()
         sizes = [stages.count(stage) for stage in range(len(self.starts))]
         self.stats = PolicyStats(sizes, policies, len(self.hooks.names), first, layout.reuse_layers)
         self.memory = PrefillBuffers(
-            attention,
-            num_windows,
-            layout.window,
-            dtype,
-            device,
-            policies.size,
-            any(policy.num_generated for policy in settings.policies),
+            attention, num_windows, layout.window, dtype, device, policies.size, waits
         )
         self.waiting = WaitingQueries(self.memory, self.max_num_tokens)
         self.stash: Stash | None = None
@@ -236,9 +231,9 @@ class PolicyModelState(DefaultModelState):
         ubatch_idx: int = 0,
         model_specific_attn_metadata: ModelSpecificAttnMetadata | None = None,
     ) -> AttnMetadata:
-        step, self._step = self._step, None
-        if step is not None and step.batch is not input_batch:
-            step = None  # A dummy batch, which no preprocess_state preceded.
+        # None for a dummy batch, which no preprocess_state preceded.
+        step = self._step if self._step is not None and self._step.batch is input_batch else None
+        self._step = None
         attn = StepAttention(
             self.shared,
             input_batch,
@@ -371,7 +366,8 @@ class PolicyModelState(DefaultModelState):
             return None
         if step is None:
             return retrieval.graph_pass(None, attn.size, tables) if for_capture else None
-        assert (plan := step.retrieval) is not None
+        plan = step.retrieval
+        assert plan is not None
         if attn.mode == CUDAGraphMode.FULL:
             now = retrieval.graph_pass(plan, attn.size, tables, self.waiting.keeps, attn.late)
         else:

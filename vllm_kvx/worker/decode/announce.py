@@ -1,5 +1,7 @@
 """What the log says of retrieval at start: which ops run, and from which length on."""
 
+from typing import Any
+
 from vllm.logger import init_logger
 
 from vllm_kvx.ops.library import COMMAND
@@ -54,6 +56,20 @@ def announce(
     )
 
 
-def known(entries: int) -> int | None:
+def figures(policy: Retrieve, begins: Begins, backends: Backends, auto: int) -> dict[str, Any]:
+    """The same for JSON. auto: entries from which on retrieval pays for one request."""
+    return {
+        "ops": str(backends),
+        "score_ops": backends.score,
+        "attend_ops": backends.attend,
+        "ops_reason": backends.reason,
+        "policy": str(policy),
+        "dense_below": _known(begins.alone),
+        "dense_below_batch": _known(begins.batch),
+        "auto": _known(auto),
+    }
+
+
+def _known(entries: int) -> int | None:
     """A length for JSON; None if it is never reached."""
     return entries if entries < NEVER else None

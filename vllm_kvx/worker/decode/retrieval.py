@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -24,7 +23,8 @@ from vllm_kvx.policy.axes import Retrieve
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.reuse import layer_chooses, share_that_chooses
 from vllm_kvx.policy.storage import IntArray
-from vllm_kvx.worker.decode.announce import announce, known
+from vllm_kvx.worker.decode.announce import announce, figures
+from vllm_kvx.worker.decode.device_rows import on_device
 from vllm_kvx.worker.decode.graph_rows import GraphRows
 from vllm_kvx.worker.decode.mixed_step import AttentionGroups, BesideStock
 from vllm_kvx.worker.decode.recall import RecallSampler
@@ -178,17 +178,18 @@ class Retrieval:
         if (counts > 1).any():
             if (counts != counts[0]).any():
                 return False  # vLLM replays graphs of requests with as many tokens each alone.
-            rules = self.rules.of(requests)
-            fresh, unknown = np.zeros_like(may), self.unknown[requests]
-            step = RetrievalStep.of(
-                rules, self.costs, begins, counts, prompt_lens, stored_lens, fresh, unknown
-            )
+            none = np.zeros_like(may)
+            step = self._step(requests, begins, counts, prompt_lens, stored_lens, none)
             return bool(step.some.any()) and not self._replays(step.each_row[1])
         ends, replays = begins + counts, len(self.graph_modes) > 1
         if self._surely_fits(ends) and not self.sampler.is_due and replays:
             return False
         lens = self.lens_of(requests, ends, prompt_lens, stored_lens)
         return bool(lens.any()) and not self._replays(lens)
+
+    def _step(self, requests: np.ndarray, *of: Any) -> RetrievalStep:
+        """of: what ``RetrievalStep.of`` takes of the step."""
+        return RetrievalStep.of(self.rules.of(requests), self.costs, self.unknown[requests], *of)
 
     def _replays(self, lens: IntArray) -> bool:
         """Whether a step some of whose (S, N) rows retrieve may replay a graph."""
@@ -236,10 +237,7 @@ class Retrieval:
             is_fresh: (R,) bool, requests that have run no step yet.
             drafts: (R,) tokens among `counts` that were drafted; None for none.
         """
-        rules, unknown = self.rules.of(requests), self.unknown[requests]
-        step = RetrievalStep.of(
-            rules, self.costs, begins, counts, prompt_lens, stored_lens, is_fresh, unknown
-        )
+        step = self._step(requests, begins, counts, prompt_lens, stored_lens, is_fresh)
         if self._ahead:
             self.unknown[requests] = 0 if drafts is None else drafts
         if self.sampler.takes_step(bool(step.some.any())):
@@ -247,7 +245,7 @@ class Retrieval:
         if step.chunks and step.some.any():
             several = np.array(step.chunks)
             step.filled = self.sidecars.groups_of_decodes(
-                requests[several], step.sees[:, several], (step.counts + unknown)[several]
+                requests[several], step.sees[:, several], (step.counts + step.unknown)[several]
             )
         return step
 
@@ -327,21 +325,9 @@ class Retrieval:
         late: Tensor | None = None,
         floors: IntArray | None = None,
     ) -> list[RetrievalRows]:
-        """A stage's rows in batches whose scores fit. budgets: (R,) by request.
-
-        late, floors: see ``RetrievalRows.take_back``; floors by row, on the host.
-        """
-        unit, found, begin = self.layout.unit, list[RetrievalRows](), 0
-        for part in rows.batches(unit, self.scratch.capacity, self.max_rows):
-            many = budgets[part.requests]
-            found.append(
-                RetrievalRows.of(part.tokens, part.requests, part.lens, many, unit, self._device)
-            )
-            if late is not None and floors is not None:
-                least = floors[begin : begin + len(many)].astype(np.int32)
-                found[-1].take_back(late, async_tensor_h2d(least, device=self._device))
-            begin += len(many)
-        return found
+        """A stage's rows in batches whose scores fit; see ``device_rows.on_device``."""
+        batches = rows.batches(self.layout.unit, self.scratch.capacity, self.max_rows)
+        return on_device(batches, budgets, self.layout.unit, self._device, late, floors)
 
     def stock_batch(
         self,
@@ -362,15 +348,7 @@ class Retrieval:
 
     def stats(self) -> dict[str, Any]:
         """JSON-able figures of this rank."""
-        return {
-            "ops": str(self.backends),
-            "score_ops": self.backends.score,
-            "attend_ops": self.backends.attend,
-            "ops_reason": self.backends.reason,
-            "policy": str(self.policy),
-            "dense_below": known(self.begins.alone),
-            "dense_below_batch": known(self.begins.batch),
-            "auto": known(self.crossover),
+        return figures(self.policy, self.begins, self.backends, self.crossover) | {
             "seconds_in_sidecar_writes": self.sidecars.timer.seconds,
             "recall": self.sampler.recall,
             "recall_samples": int(self.sampler.samples.sum()),
@@ -386,10 +364,7 @@ class Retrieval:
         layer = hook.layer
         out = out.view(out.shape[0], *query.shape[1:])
         paged, sidecar = self.sidecars.view(hook.place)
-        scales = dict(
-            key_scale=hook.key_scale(paged),
-            value_scale=hook.value_scale(paged),
-        )
+        scales = dict(key_scale=hook.key_scale(paged), value_scale=hook.value_scale(paged))
         if now.full_groups is not None:
             self.sidecars.write_groups(now.full_groups, hook.place)
         elif now.writes:

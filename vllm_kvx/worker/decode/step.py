@@ -172,8 +172,8 @@ class RetrievalStep:
         rules: of the requests.
         counts: (R,) rows of each request. sees: (S, R) entries seen by its last one.
         generated: (R,) tokens past its prompt, the step's included; not positive within it.
-        unknown: (R,) tokens, drafted in the step before, of which it is not known whether they stay:
-            all others count them among those that are there.
+        unknown: (R,) tokens, drafted in the step before, of which it is not known whether they
+            stay: all others count them among those that are there.
         sampled: see ``RetrievalPass``.
         filled: (n, 3) int32, groups that requests with several rows fill, which one row may write
             and a later one read; see ``Writer.write``. None for none.
@@ -196,14 +196,17 @@ class RetrievalStep:
         cls,
         rules: Rules,
         costs: Costs,
+        unknown: IntArray,
         begins: IntArray,
         counts: IntArray,
         prompt_lens: IntArray,
         stored_lens: IntArray,
         is_fresh: np.ndarray,
-        unknown: IntArray,
     ) -> "RetrievalStep":
-        """The step of requests with these rules; the other arguments as ``Retrieval.plan``."""
+        """The step of requests with these rules; the other arguments as ``Retrieval.plan``.
+
+        unknown: see ``RetrievalStep``.
+        """
         ends = begins + counts
         generates = (ends > prompt_lens) & (rules.budgets > 0)
         # A request that resumes may read a prefix that another request computes in this step.
