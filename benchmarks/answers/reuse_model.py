@@ -17,7 +17,7 @@ from benchmarks.answers.reuse import RECENT, choices
 from vllm_kvx.equations.retrieval import quantize_keys
 from vllm_kvx.policy.axes import DENSE_LAYERS
 
-KINDS = ("full", "own", "steps", "layers")
+SPANNED = ("steps", "layers")
 # Tokens that share a scale and a zero, `fier`'s default; the newest of them are always read.
 GROUP = RECENT
 ONE_BIT = "/1-bit"
@@ -47,16 +47,17 @@ class Way:
             ValueError: it is none of them, or N is no count.
         """
         kind, _, span = text.removesuffix(ONE_BIT).partition(":")
-        counted = kind in ("steps", "layers")
-        if kind not in KINDS or counted != span.isdecimal() or (span and not counted):
+        if kind in SPANNED:
+            known = span.isdecimal() and int(span) > 0
+        else:
+            known = text in ("full", "own", f"own{ONE_BIT}")
+        if not known:
             raise ValueError(f"{text!r} is none of full, own, steps:N and layers:N")
-        if counted and int(span) < 1 or kind == "full" and text != kind:
-            raise ValueError(f"{text!r}: N is 1 or more, and `full` has no scores")
-        number = int(span) if counted else 1
-        return cls(kind, number, text.endswith(ONE_BIT), 0 if kind == "full" else budget)
+        one_bit = text.endswith(ONE_BIT)
+        return cls(kind, int(span or 1), one_bit, 0 if kind == "full" else budget)
 
     def __str__(self) -> str:
-        span = f":{self.span}" if self.kind in ("steps", "layers") else ""
+        span = f":{self.span}" if self.kind in SPANNED else ""
         return f"{self.kind}{span}{ONE_BIT if self.one_bit else ''}"
 
     def leader(self, layer: int) -> int:
@@ -77,7 +78,8 @@ class ReuseModel(Model):
         super().__init__(path, device, dtype)
         self.ways: Sequence[Way] = ()
         # What is decoded now: the step, and the rows of ways whose answers have not ended.
-        self.step, self.rows = 0, torch.empty(0, dtype=torch.long)
+        self.step, self.rows = 0, list[int]()
+        self.at = torch.empty(0, dtype=torch.long)  # those rows, on the device
         # By layer: (W, G, tokens, D) of the answers; and (W, G, N) bool, what is read: an entry
         # that comes after a choice is, until another choice is made.
         self.own_keys: dict[int, Tensor] = {}
@@ -97,13 +99,13 @@ class ReuseModel(Model):
         self._run = self._by_ways
         said = [[first] for _ in ways]
         for self.step in range(max_tokens - 1):
-            rows = [row for row, tokens in enumerate(said) if tokens[-1] not in self.ends]
-            if not rows:
+            self.rows = [row for row, tokens in enumerate(said) if tokens[-1] not in self.ends]
+            if not self.rows:
                 break
-            self.rows = torch.tensor(rows, device=self.device)
-            last = [said[row][-1:] for row in rows]
+            self.at = torch.tensor(self.rows, device=self.device)
+            last = [said[row][-1:] for row in self.rows]
             logits = self._logits(last, self.length + self.step, 1)
-            for row, token in zip(rows, logits[:, -1].argmax(dim=-1).tolist(), strict=True):
+            for row, token in zip(self.rows, logits[:, -1].argmax(dim=-1).tolist(), strict=True):
                 said[row].append(token)
         return [[token for token in tokens if token not in self.ends] for tokens in said]
 
@@ -121,17 +123,17 @@ class ReuseModel(Model):
     def _by_ways(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """Attention (B, H, 1, D) of the rows' queries to what they read."""
         end = self.step + 1
-        self.own_keys[layer][self.rows, :, self.step] = k[:, :, 0]
-        self.own_values[layer][self.rows, :, self.step] = v[:, :, 0]
+        self.own_keys[layer][self.at, :, self.step] = k[:, :, 0]
+        self.own_values[layer][self.at, :, self.step] = v[:, :, 0]
         keys, values = self.keys[layer].float(), self.values[layer].float()
         own_keys, own_values = (
-            own[layer][self.rows, :, :end].float() for own in (self.own_keys, self.own_values)
+            own[layer][self.at, :, :end].float() for own in (self.own_keys, self.own_values)
         )
         query = q[:, :, 0].unflatten(1, (len(keys), -1)).float()  # (B, G, H / G, D)
         products = by_entry(query, keys, own_keys)
         if layer >= DENSE_LAYERS:
             self._choose(layer, query, products, own_keys)
-        read = self.reads[layer][self.rows, :, : self.length + end]
+        read = self.reads[layer][self.at, :, : self.length + end]
         probs = (products * scaling).masked_fill(~read[:, :, None], -torch.inf).softmax(dim=-1)
         of_prompt, of_answer = probs.tensor_split([self.length], dim=-1)
         out = torch.einsum("bghn,gnd->bghd", of_prompt, values)
@@ -142,7 +144,7 @@ class ReuseModel(Model):
         """Brings what the rows read in this layer up to date."""
         reads, seen = self.reads[layer], products.shape[-1]
         choosing: dict[tuple[bool, int], list[int]] = defaultdict(list)
-        for place, row in enumerate(self.rows.tolist()):
+        for place, row in enumerate(self.rows):
             way = self.ways[row]
             if way.chooses(layer, self.step):
                 choosing[way.one_bit, way.budget].append(place)
@@ -155,7 +157,7 @@ class ReuseModel(Model):
                 scored = self._one_bit(layer, query[mine], own_keys[mine])
             # As `fier`'s `max`: what any of the query heads of a KV head looks for.
             score = scored.amax(dim=2)[:, :, None]
-            reads[self.rows[mine], :, :seen] = choices(score, seen - 1, budget)[:, :, 0]
+            reads[self.at[mine], :, :seen] = choices(score, seen - 1, budget)[:, :, 0]
 
     def _one_bit(self, layer: int, query: Tensor, own_keys: Tensor) -> Tensor:
         """Products with 1-bit keys; those of the newest group, which is read, are exact."""
