@@ -15,8 +15,8 @@ With `/1-bit` behind it a way but `full` scores by 1-bit keys. The first two lay
 and all read the newest 32 entries. What recall says of the same choices: benchmarks.answers.reuse.
 
 Prompts are of tasks that `vllm-kvx evaluate` knows, generated ones at `--length` tokens. Tasks take
-turns. The file is rewritten after every prompt; a run that finds it goes on from there. The exit
-status is 1 while prompts are left.
+turns. The file is rewritten after every prompt; a run that finds it goes on from there, also with
+ways and budgets that it lacks. The exit status is 1 while prompts are left.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.answers.reuse import RECENT
-from benchmarks.answers.reuse_model import ReuseModel, Way
+from benchmarks.answers.reuse_model import ONE_BIT, ReuseModel, Way
 from benchmarks.common.about import about, command_line
 from benchmarks.common.files import read_json, write_json
 from vllm_kvx.errors import ToolError
@@ -39,32 +39,44 @@ from vllm_kvx.tools.tasks.base import FixedTask, Task
 from vllm_kvx.tools.tasks.prompts import EncodedSample, encode, fitted
 from vllm_kvx.tools.tasks.table import tasks_named
 
-WAYS = ("own", "steps:2", "steps:4", "layers:2", "layers:4", "own/1-bit", "steps:2/1-bit")
+EXACT = ("own", "steps:2", "steps:4", "layers:2", "layers:4")
+WAYS = (*EXACT, *(way + ONE_BIT for way in EXACT))
 # Rows over the prompts of all tasks, where there are several.
 ALL = "all"
 Prompt = dict[str, Any]
 
 
 class Asked(NamedTuple):
-    """A prompt, with its task and its number there."""
+    """A prompt, with its task and its number there, and the ways that are to answer it."""
 
     task: Task | FixedTask
     number: int
     encoded: EncodedSample
+    ways: Sequence[Way]
 
 
-def prompts_of(args: argparse.Namespace, tokenizer: Any, done: set[Any]) -> Iterator[Asked]:
-    """Tasks take turns; of a data set the first samples, as many as it has. Without those done."""
+def prompts_of(
+    args: argparse.Namespace, tokenizer: Any, prompts: Sequence[Prompt]
+) -> Iterator[Asked]:
+    """Tasks take turns; of a data set the first samples, as many as it has.
+
+    prompts: those that have answers. They come again where a way has none, with `full` beside it.
+    """
+    done = {(prompt["task"], prompt["number"]): prompt["scores"] for prompt in prompts}
     for number in range(args.prompts):
         for task in args.named:
-            if (task.name, number) in done:
+            answered = done.get((task.name, number), {})
+            ways = [way for way in args.each if name_of(way) not in answered]
+            if not ways:
                 continue
+            if answered:
+                ways = [Way("full"), *ways]
             if isinstance(task, Task):
                 seed = f"reuse answers {args.seed} {number} {task.name}"
-                yield Asked(task, number, fitted(task, seed, args.length, tokenizer))
+                yield Asked(task, number, fitted(task, seed, args.length, tokenizer), ways)
             elif number < len(task.samples()):
                 sample = task.samples()[number]
-                yield Asked(task, number, encode(sample, tokenizer, task.chat))
+                yield Asked(task, number, encode(sample, tokenizer, task.chat), ways)
 
 
 def name_of(way: Way) -> str:
@@ -72,14 +84,20 @@ def name_of(way: Way) -> str:
     return f"{way} {way.budget}" if way.budget else str(way)
 
 
-def one_prompt(model: ReuseModel, asked: Asked, ways: Sequence[Way]) -> Prompt:
+def ways_of(content: Mapping[str, Any]) -> list[Way]:
+    """The ways of a file, by the names that `name_of` gives."""
+    pairs = [name.partition(" ") for name in content["ways"]]
+    return [Way.parse(way, int(budget or 0)) for way, _, budget in pairs]
+
+
+def one_prompt(model: ReuseModel, asked: Asked) -> Prompt:
     """Each way's score, whether its answer is the one of `full`, and how long that is."""
     began = time.perf_counter()
     ids = asked.encoded.token_ids
-    answers = model.answers(ids, ways, asked.task.max_tokens)
+    answers = model.answers(ids, asked.ways, asked.task.max_tokens)
     texts = [model.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
     scores = [asked.task.score(text, asked.encoded.sample) for text in texts]
-    names = [name_of(way) for way in ways]
+    names = [name_of(way) for way in asked.ways]
     full = answers[names.index("full")]
     return {
         "task": asked.task.name,
@@ -92,13 +110,24 @@ def one_prompt(model: ReuseModel, asked: Asked, ways: Sequence[Way]) -> Prompt:
     }
 
 
+def add(prompts: list[Prompt], found: Prompt) -> None:
+    """Adds a prompt, or to the one that there is the answers of further ways."""
+    for prompt in prompts:
+        if (prompt["task"], prompt["number"]) == (found["task"], found["number"]):
+            prompt["scores"] = found["scores"] | prompt["scores"]
+            prompt["same"] += [name for name in found["same"] if name not in prompt["same"]]
+            prompt["seconds"] = round(prompt["seconds"] + found["seconds"], 1)
+            return
+    prompts.append(found)
+
+
 def in_percent(found: Interval | None) -> list[float] | None:
     """Value, lower and upper end."""
     return found and [round(100 * each, 2) for each in found]
 
 
 def summarise(prompts: Sequence[Prompt], ways: Sequence[Way]) -> list[dict[str, Any]]:
-    """A row for each task and way.
+    """A row for each task and way, over the prompts that the way has answered.
 
     `right` is in %. `kept` is the ratio to `full`'s, and `to_own` the difference to the choices of
     the same budget and scores that no other layer or step made, in points: each with the ends of
@@ -107,11 +136,14 @@ def summarise(prompts: Sequence[Prompt], ways: Sequence[Way]) -> list[dict[str, 
     rows = []
     tasks = list(dict.fromkeys(prompt["task"] for prompt in prompts))
     for task in [*tasks, *([ALL] if len(tasks) > 1 else [])]:
-        mine = [prompt for prompt in prompts if task in (ALL, prompt["task"])]
+        of_task = [prompt for prompt in prompts if task in (ALL, prompt["task"])]
         for way in ways:
             name = name_of(way)
             own = name_of(Way("own", 1, way.one_bit, way.budget))
+            mine = [prompt for prompt in of_task if name in prompt["scores"]]
             scores = [prompt["scores"] for prompt in mine]
+            if not mine:
+                continue
             pairs = [(each[name], each["full"]) for each in scores]
             row: dict[str, Any] = {
                 "task": task,
@@ -125,7 +157,7 @@ def summarise(prompts: Sequence[Prompt], ways: Sequence[Way]) -> list[dict[str, 
                 "worse_better": [sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)],
                 "same_answers": sum(name in prompt["same"] for prompt in mine),
             }
-            if own in scores[0] and name not in (own, "full"):
+            if name not in (own, "full") and all(own in each for each in scores):
                 to_own = [(each[name], each[own]) for each in scores]
                 row["to_own"] = in_percent(of_difference(to_own))
             rows.append(row)
@@ -200,11 +232,13 @@ def head(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     }
     if args.out.exists():
         earlier = read_json(args.out, "benchmarks.answers.reuse_answers", *content)
-        same = ("model", "dtype", "length", "seed", "ways")
+        same = ("model", "dtype", "length", "seed")
         if other := [key for key in same if earlier[key] != content[key]]:
             sys.exit(f"{args.out} was made with another {', '.join(other)}: name another --out")
         content["prompts"], content["seconds"] = earlier["prompts"], earlier["seconds"]
-        content["rows"] = summarise(content["prompts"], args.each)
+        # Of ways that this run does not name, too.
+        content["ways"] = list(dict.fromkeys([*content["ways"], *earlier["ways"]]))
+        content["rows"] = summarise(content["prompts"], ways_of(content))
     return content
 
 
@@ -218,16 +252,15 @@ def main(argv: Sequence[str]) -> int:
     content = head(args, argv)
     model = ReuseModel(args.model, torch.device(args.device), getattr(torch, args.dtype))
     before = content["seconds"]
-    done = {(prompt["task"], prompt["number"]) for prompt in content["prompts"]}
     cut_off = False
-    for asked in prompts_of(args, model.tokenizer, done):
+    for asked in prompts_of(args, model.tokenizer, list(content["prompts"])):
         if time.monotonic() - began > args.time_limit:
             cut_off = True
             break
-        found = one_prompt(model, asked, args.each)
-        content["prompts"].append(found)
+        found = one_prompt(model, asked)
+        add(content["prompts"], found)
         elapsed = time.monotonic() - began
-        content["rows"] = summarise(content["prompts"], args.each)
+        content["rows"] = summarise(content["prompts"], ways_of(content))
         content["seconds"] = round(before + elapsed, 1)
         write_json(args.out, content)
         mean = statistics.fmean(found["scores"].values())

@@ -207,8 +207,15 @@ def test_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert kept["right"] == 100 and kept["same_answers"] == kept["n"] == 2
     assert rows["notes_3", "steps:2", 1024]["to_own"][0] == 0
     assert "to_own" not in rows["notes_3", "layers:4/1-bit", 64]
-    with pytest.raises(SystemExit, match="was made with another ways: name another --out"):
-        reuse_answers.main(options)
+    more = ["--ways", "own", "layers:2", "--prompts", "1", "--budgets", "64"]
+    assert reuse_answers.main([*options, *more]) == 0
+    added = json.loads(out.read_text())
+    for before, after in zip(results["prompts"], added["prompts"], strict=True):
+        assert after["scores"].items() >= before["scores"].items()
+    counts = {(r["way"], r["budget"]): r["n"] for r in added["rows"] if r["task"] == "all"}
+    assert counts["layers:2", 64] == 2 and counts["steps:2", 1024] == counts["full", None] == 3
+    with pytest.raises(SystemExit, match="was made with another seed: name another --out"):
+        reuse_answers.main([*options, "--seed", "1"])
     with pytest.raises(SystemExit, match="unknown task 'notes_9'"):
         reuse_answers.main([*options, "--tasks", "notes_9"])
     for wrong in (["--ways", "pooled"], ["--budgets", "16"]):
