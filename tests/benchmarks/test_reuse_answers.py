@@ -125,12 +125,13 @@ def test_steps_read_by_the_first_of_their_span(model: ReuseModel, span: int) -> 
         assert each[DENSE_LAYERS][0].sum(dim=-1).tolist() == [BUDGET] * len(own)
 
 
-def test_layers_read_by_the_first_of_their_span(model: ReuseModel) -> None:
+@pytest.mark.parametrize("span", [2, 4])
+def test_layers_read_by_the_first_of_their_span(model: ReuseModel, span: int) -> None:
     count = len(model.model.model.layers)
-    for each in steps(model, ways("layers:2", "own"), 5):
+    for each in steps(model, ways(f"layers:{span}", "own"), 5):
         shared, own = ([each[layer][way] for layer in range(count)] for way in range(2))
         for layer in range(DENSE_LAYERS, count):
-            is_leader = (layer - DENSE_LAYERS) % 2 == 0
+            is_leader = (layer - DENSE_LAYERS) % span == 0
             assert shared[layer].equal(shared[layer - 1]) != is_leader
         assert shared[DENSE_LAYERS].equal(own[DENSE_LAYERS])
 
