@@ -63,6 +63,9 @@ class Model:
         self.queries: dict[int, list[Tensor]] = defaultdict(list)
         self.length = 0  # tokens of the prompt
         self._readings: Sequence[Key | None] = ()
+        ends = self.model.generation_config.eos_token_id
+        self.ends = {ends} if isinstance(ends, int) else set(ends or ())
+        self.ends.add(self.tokenizer.eos_token_id)
 
     @property
     def layers(self) -> range:
@@ -80,11 +83,8 @@ class Model:
         self._run = self._prompt
         token = self._next([list(prompt)], 0)
         self._run = self._decode
-        ends = self.model.generation_config.eos_token_id
-        ends = {ends} if isinstance(ends, int) else set(ends or ())
-        ends.add(self.tokenizer.eos_token_id)
         tokens: list[int] = []
-        while token not in ends and len(tokens) < max_tokens:
+        while token not in self.ends and len(tokens) < max_tokens:
             tokens.append(token)
             token = self._next([[token]], self.length + len(tokens) - 1)
         return tokens

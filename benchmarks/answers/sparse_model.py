@@ -55,9 +55,6 @@ class SparseModel(Model):
         # What a prefill measures of other settings on its own queries and keys.
         self.measured: Sequence[Setting] = ()
         self.found: dict[Setting, list[tuple[Tensor, ...]]] = {}
-        ends = self.model.generation_config.eos_token_id
-        self.ends = {ends} if isinstance(ends, int) else set(ends or ())
-        self.ends.add(self.tokenizer.eos_token_id)
 
     @torch.inference_mode()
     def answers(

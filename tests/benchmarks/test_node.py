@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.answers import kvpress_yardstick, reuse, sparse_prefill
+from benchmarks.answers import kvpress_yardstick, reuse, reuse_answers, sparse_prefill
 from benchmarks.common import node
 from benchmarks.common.node import PLANS, Step, check, main, read_plan
 from benchmarks.engine import compare, own_drafts, ranks
@@ -262,6 +262,7 @@ PLAIN = ("benchmarks.checkpoint.yarn", "benchmarks.ops.retrieval", "benchmarks.o
 PARSERS: dict[str, Callable[[list[str]], object]] = {
     "benchmarks.answers.kvpress_yardstick": kvpress_yardstick.parse_args,
     "benchmarks.answers.reuse": reuse.parse_args,
+    "benchmarks.answers.reuse_answers": reuse_answers.parse_args,
     "benchmarks.answers.sparse_prefill": sparse_prefill.parse_args,
     "benchmarks.engine.compare": compare.parse_args,
     "benchmarks.engine.own_drafts": own_drafts.parse_args,
