@@ -137,7 +137,7 @@ def test_heads(tiny: Callable[..., Path], tmp_path: Path, kind: Kind) -> None:
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
 def test_steps_planned_ahead(tiny: Callable[..., Path], tmp_path: Path, kind: Any) -> None:
     """Asynchronous scheduling, which vLLM has by default: graphs replay before drafts are known."""
-    policies = POLICIES
+    policies = [policy for policy in POLICIES if policy != POLICIES[3]]
     if kind == "draft_model":
         model = served = tiny(head_dim=64, hidden=256)
         drafter = {"method": kind, "model": str(model), "num_speculative_tokens": DRAFTS}
