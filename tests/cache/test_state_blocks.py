@@ -1,8 +1,16 @@
 """Blocks of hidden states in the prefix cache."""
 
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
+from vllm_kvx.cache.kv_cache_specs import FirstStageAttentionSpec
 from vllm_kvx.cache.states import StateCache, StateRows, overlays
 
 BLOCK = 4
@@ -79,3 +87,45 @@ def test_no_part_of_a_prompt_makes_room_for_another() -> None:
 def test_states_lie_under_entries_of_types_that_ran_on_a_gpu() -> None:
     assert all(map(overlays, ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")))
     assert not overlays("fp8_e5m2")
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranks", "dtype", "says"),
+    [
+        (2, 1, "auto", None),
+        (1, 1, "auto", ["KV groups of 2 layers, and there are 1 in one: leave policies out of"]),
+        (1, 2, "auto", ["KV groups of 2 layers", "fewer tensor-parallel ranks"]),
+        (1, 1, "fp8", ["KV groups of 2 layers", "an unquantized KV cache"]),
+    ],
+)
+def test_a_server_that_can_keep_no_states_says_what_would(
+    caplog: pytest.LogCaptureFixture,
+    layers: int,
+    ranks: int,
+    dtype: str,
+    says: list[str] | None,
+) -> None:
+    """A page of this model holds the states of two thirds of its tokens; a group has `layers`."""
+    sizes: Any = dict(block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32)
+    spec = FirstStageAttentionSpec(**sizes)
+    groups = [KVCacheGroupSpec([f"layer {n}" for n in range(layers)], spec)]
+    kv_cache_config = KVCacheConfig(num_blocks=2, kv_cache_tensors=[], kv_cache_groups=groups)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: 576),
+        cache_config=SimpleNamespace(cache_dtype=dtype),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+    )
+    pool = BlockPool(2, enable_caching=True, hash_block_size=32)
+    logger = logging.getLogger("vllm.kvx.cache")
+    logger.addHandler(caplog.handler)
+    try:
+        cache = StateCache.of(kv_cache_config, config, pool, 32)
+    finally:
+        logger.removeHandler(caplog.handler)
+    if says is None:
+        assert cache is not None and cache.tokens == 32 and not caplog.records
+        return
+    (told,) = {record.getMessage() for record in caplog.records}
+    assert cache is None and all(part in told for part in says), told
+    everything = ("KV groups", "ranks", "unquantized")
+    assert sum(part in told for part in everything) == len(says), told

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, SlidingWindowSpec
@@ -65,6 +66,27 @@ def overlays(cache_dtype: str, beside_windows: bool = False) -> bool:
     return cache_dtype != "fp8_e5m2" and not (beside_windows and cache_dtype.startswith("fp8"))
 
 
+def _larger_pages(rows: StateRows, config: VllmConfig, block_size: int) -> list[str]:
+    """What gives a KV block the room that it lacks for the hidden states of its tokens.
+
+    rows: whose `tokens` are 0, since `per_page` times `pages` is less than `block_size`.
+    """
+    ways = []
+    if rows.per_page:
+        ways.append(
+            f"KV groups of {cdiv(block_size, rows.per_page)} layers, and there are {rows.pages} in "
+            "one: leave policies out of kv_layout that split the layers elsewhere, or name "
+            "another tsp_layer or pivot"
+        )
+    else:
+        ways.append("a larger --block-size")
+    if config.parallel_config.tensor_parallel_size > 1:
+        ways.append("fewer tensor-parallel ranks")
+    if config.cache_config.cache_dtype.startswith("fp8"):
+        ways.append("an unquantized KV cache")
+    return ways
+
+
 def slides(kv_cache_config: KVCacheConfig) -> bool:
     """Whether some layers slide over a window."""
     specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
@@ -95,9 +117,9 @@ class StateCache:
         else:
             logger.warning(
                 "Policies that select tokens share no prefix here: the pages of a KV block of "
-                "%d tokens do not hold the hidden states of as many. Fewer tensor-parallel "
-                "ranks or an unquantized KV cache make pages larger.",
+                "%d tokens do not hold the hidden states of as many. These would: %s.",
                 block_size,
+                "; ".join(_larger_pages(rows, config, block_size)),
             )
         return None
 

@@ -132,6 +132,7 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
     assert [line.error and line.error[0] for line in lines] == [
         *(None, "invalid_json_line", None, "duplicate_custom_id", None)
     ]
+    assert [line.error[1].split(": ")[0] for line in lines if line.error] == ["line 3", "line 5"]
     assert len({line.id for line in lines}) == 5
 
 

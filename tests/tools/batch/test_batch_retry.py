@@ -147,6 +147,7 @@ def test_a_mended_line_may_not_take_anothers_custom_id(files: tuple[Path, Path])
         assert main(command) == 0 and asked == ["good"]
     found = {json.loads(line)["id"].split("-")[1]: json.loads(line) for line in lines_of(path)}
     assert found["2"]["error"]["code"] == "duplicate_custom_id"
+    assert found["2"]["error"]["message"].startswith("line 2: another line")
     assert found["3"]["response"]["status_code"] == 200
 
 

@@ -70,9 +70,19 @@ def read_lines(path: Path) -> Iterator[Line]:
         if line.custom_id is not None and line.error is None:
             if line.custom_id in seen:
                 message = f"an earlier line has the custom_id {short(line.custom_id)} too"
-                line = Line(number, line.id, line.custom_id, error=("duplicate_custom_id", message))
+                line = duplicate(line, message)
             seen.add(line.custom_id or "")
         yield line
+
+
+def duplicate(line: Line, message: str) -> Line:
+    """`line` with the error that another one has its custom_id, as `message` says."""
+    return Line(
+        line.number,
+        line.id,
+        line.custom_id,
+        error=("duplicate_custom_id", f"line {line.number}: {message}"),
+    )
 
 
 def parse(number: int, raw: bytes) -> Line:

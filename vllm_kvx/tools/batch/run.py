@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import httpx
 
 from vllm_kvx.errors import ToolError
 from vllm_kvx.tools.batch.answers import Answers
-from vllm_kvx.tools.batch.lines import Line, answer_line, error_line, read_lines
+from vllm_kvx.tools.batch.lines import Line, answer_line, duplicate, error_line, read_lines
 from vllm_kvx.tools.batch.replies import Meaning, Reply, is_well, read_reply
 from vllm_kvx.tools.batch.server import own_server
 
@@ -256,8 +256,7 @@ class _Asking:
                     continue
                 if line.error is None and line.custom_id in self.answers.custom_ids:
                     # A later line, which was answered before this one was mended.
-                    message = "another line, answered already, has this custom_id too"
-                    line = replace(line, error=("duplicate_custom_id", message))
+                    line = duplicate(line, "another line, answered already, has this custom_id too")
                 if line.error is not None:
                     self.answers.add(error_line(line))
                     self.progress.add(400, None)
