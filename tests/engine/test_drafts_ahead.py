@@ -14,11 +14,20 @@ from reference.fastkv import Keep
 from reference.fier import Retrieve
 from reference.pyramidkv import Pyramid
 from reference.structkv import Struct
+from support import inside
+from support.cpu_graphs import graphs_on_cpu
 from support.engine import running, schedule_ahead
 from support.expected import FULL, Policy, Read, Speed, named
 from support.heads import Models, drafted_by
-from support.nightly import by_day
-from support.parity import assert_undisturbed, room_for
+from support.nightly import by_day, nightly
+from support.parity import (
+    ask,
+    assert_parity,
+    assert_parity_preempted,
+    assert_undisturbed,
+    in_turn,
+    room_for,
+)
 from support.prompts import prompts_of
 
 from engine.test_draft_models import LENGTHS, assert_drafts
@@ -81,3 +90,34 @@ def test_heads(tiny: Callable[..., Path], tmp_path: Path, dense_ops: None, metho
     policies = [FULL, Keep(kv_rate=0.4), *RETRIEVE[:2]]
     with running(models.served, "full", config=room_for(policies), **options) as engine:
         assert_drafts(engine, models.model, policies, tokens=12)
+
+
+@nightly
+def test_steps_replay_graphs(
+    tiny: Callable[..., Path], dense_ops: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of 1-bit keys fill amid drafts, and what follows an answer hits its blocks."""
+    inside.room_in_graphs(monkeypatch, 5 * 4)
+    model, lengths = tiny(), (97, 161, 65, 150, 193, 90, 31, 128)
+    drafter = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+    options: dict[str, Any] = {**ROOM, "max_model_len": 512, "max_num_seqs": 5}
+    each = in_turn(RETRIEVE, len(lengths))
+    with running(
+        model, "full", config=room_for(RETRIEVE), speculative_config=drafter, **options
+    ) as engine:
+        inside.poison_free_blocks(engine)
+        with graphs_on_cpu(engine, [4, 8, 16, 20]) as counts:
+            answers = ask(engine, prompts_of(lengths, seed=11), each, max_tokens=80)
+            longer = [[*one.prompt, *one.tokens, 7, 8, 9] for one in answers]
+            again = ask(engine, longer, each, max_tokens=20)
+        assert counts[4] and counts[20]
+        engine.assert_idle()
+    assert_parity(model, [*answers, *again], each * 2, most=1)
+
+
+@nightly
+def test_a_pool_that_is_too_small(tiny: Callable[..., Path], dense_ops: None) -> None:
+    model = tiny()
+    drafter = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+    small = dict(num_gpu_blocks_override=66, max_model_len=288, max_num_seqs=6)
+    assert_parity_preempted(model, [Read(FIER), FULL], speculative_config=drafter, **small)

@@ -50,6 +50,14 @@ def test_it_is_left_to_vllm_for_others() -> None:
     assert others.async_scheduling is None
 
 
+@pytest.mark.parametrize("layout", [5, AFTER, None])
+def test_a_layout_that_is_no_list_is_refused_later(layout: Any) -> None:
+    others = args("fier-64")
+    others.additional_config["kv_layout"] = layout
+    schedule_in_time(others)
+    assert others.async_scheduling is None
+
+
 def test_rows(stock) -> None:
     ahead = changed(stock, "scheduler_config.async_scheduling", True)
     refused = [WITH_DRAFTS[0].reason]

@@ -9,7 +9,7 @@ import torch
 from vllm_kvx.ops.retrieval.costs import Costs
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.policy.storage import stored_lens
-from vllm_kvx.worker.decode.step import Mode, RetrievalStep, Rules, retrieving_lens
+from vllm_kvx.worker.decode.step import Mode, RetrievalStep, Rules, retrieving_lens, still_unknown
 
 # In entries, not Ki: a row saves 3 per entry less 2 per token read; retrieval costs 3000 at all,
 # and stock attention 1000.
@@ -137,6 +137,19 @@ def test_a_floor_among_drafts_that_may_be_gone() -> None:
     found = RetrievalRows.of(rows.tokens, rows.requests, rows.lens, budgets, 1, torch.device("cpu"))
     found.take_back(torch.tensor([3, 0, 2, 1], dtype=torch.int32), torch.from_numpy(floors))
     assert found.lens.tolist() == [0, *range(900, 904), *range(900, 904), *range(905, 909)]
+
+
+def test_a_request_that_a_step_passed_over() -> None:
+    """What it drafted before is known by then: no entry of its prompt counts as perhaps gone."""
+    drafted, begins, prompts = np.array([5, 5, 5]), np.array([2, 800, 50]), np.array([1, 100, 100])
+    assert still_unknown(drafted, begins, prompts).tolist() == [1, 5, 0]
+    counts = np.array([6, 6, 6])
+    step = RetrievalStep.of(
+        rules(3), COSTS, drafted, begins, counts, prompts, (begins + counts)[None],
+        np.zeros(3, dtype=bool),
+    )  # fmt: skip
+    # From here on groups of the index are written, of which there is none before the first.
+    assert (step.sees - counts - step.unknown).tolist() == [[1, 795, 50]]
 
 
 @pytest.mark.parametrize("seed", range(20))

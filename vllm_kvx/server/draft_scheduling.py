@@ -18,8 +18,10 @@ def schedule_in_time(args: Any) -> None:
     config = args.additional_config
     if not args.speculative_config or args.async_scheduling is not None:
         return
-    names = [config.get(POLICY_KEY), *(config.get(LAYOUT_KEY) or ())]
-    for name in filter(None, names):
+    layout = config.get(LAYOUT_KEY)
+    # What is no list is refused later.
+    layout = layout if isinstance(layout, (list, tuple)) else ()
+    for name in filter(None, [config.get(POLICY_KEY), *layout]):
         why = _why(name)
         if why is not None:
             from vllm.logger import init_logger

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_kvx.cache.pool_capacity import VLLMS_OWN
 from vllm_kvx.policy.storage import IntArray, stored_lens
 from vllm_kvx.worker.decode.retrieval import Retrieval
-from vllm_kvx.worker.decode.step import RetrievalStep
+from vllm_kvx.worker.decode.step import RetrievalStep, still_unknown
 from vllm_kvx.worker.prefill.chunks import PromptChunk
 from vllm_kvx.worker.requests import Requests
 from vllm_kvx.worker.rows import ProjectedRows, SegmentRows, plan_rows
@@ -135,7 +135,8 @@ def plan_step(
 def _plan_retrieval(
     retrieval: Retrieval, step: Step, requests: Requests, moves_out: Container[str]
 ) -> RetrievalStep:
-    is_fresh, unknown = retrieval.sidecars.is_fresh(step.requests), retrieval.unknown[step.requests]
+    is_fresh, drafted = retrieval.sidecars.is_fresh(step.requests), retrieval.unknown[step.requests]
+    unknown = still_unknown(drafted, step.begins, requests.prompt_lens[step.requests])
     if step.is_decode and not is_fresh.any():
         retrieval.sidecars.plan_decodes(step.requests, step.stored_lens, step.counts + unknown)
         return _planned(retrieval, step, requests, is_fresh)

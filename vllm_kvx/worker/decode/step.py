@@ -205,9 +205,9 @@ class RetrievalStep:
     ) -> "RetrievalStep":
         """The step of requests with these rules; the other arguments as ``Retrieval.plan``.
 
-        unknown: see ``RetrievalStep``.
+        unknown: see ``RetrievalStep``; or tokens drafted in the last step of each, before this one.
         """
-        ends = begins + counts
+        ends, unknown = begins + counts, still_unknown(unknown, begins, prompt_lens)
         generates = (ends > prompt_lens) & (rules.budgets > 0)
         # A request that resumes may read a prefix that another request computes in this step.
         several = generates & ((counts > 1) | is_fresh)
@@ -296,6 +296,17 @@ class RetrievalStep:
             lens = np.append(lens, seen[retrieves])
             requests = np.append(requests, np.full(int(retrieves.sum()), i))
         return HostRows(tokens, requests, lens)
+
+
+def still_unknown(drafted: IntArray, begins: IntArray, prompt_lens: IntArray) -> IntArray:
+    """(R,) tokens among those there at most that may have been rejected.
+
+    All are generated ones. A request that a step passes over may have fewer of them by then than
+    were drafted, and all are known.
+
+    drafted: (R,) in the last step that each ran. begins: (R,) tokens at most. prompt_lens: (R,).
+    """
+    return np.minimum(drafted, np.maximum(begins - prompt_lens, 0))
 
 
 def rows_of(counts: IntArray) -> tuple[IntArray, IntArray]:
