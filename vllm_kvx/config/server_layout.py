@@ -14,11 +14,11 @@ def on_server(layout: Layout, vllm_config: "VllmConfig") -> Layout:
     drafter = vllm_config.speculative_config
     by_states = drafter is not None and drafter.use_eagle()
     ranks = vllm_config.parallel_config.pipeline_parallel_size
-    ahead = vllm_config.scheduler_config.async_scheduling
+    ahead = drafter is not None and bool(vllm_config.scheduler_config.async_scheduling)
     return replace(
         layout,
         drafts=drafter is not None,
-        drafts_ahead=drafter is not None and bool(ahead),
+        drafts_ahead=ahead,
         drafts_by_states=by_states,
         pipeline=ranks > 1,
     )

@@ -96,8 +96,8 @@ class StepAttention:
         if self.late is not None and not is_prefill:
             unknown = batch.requests if is_known is None else batch.requests[~is_known]
             late = self.late.index_select(0, to_device(unknown, lens.device))
-            places = torch.arange(len(ends)) if is_known is None else np.flatnonzero(~is_known)
-            lens.index_add_(0, to_device(np.asarray(places), lens.device), late, alpha=-1)
+            places = np.arange(len(ends)) if is_known is None else np.flatnonzero(~is_known)
+            lens.index_add_(0, to_device(places, lens.device), late, alpha=-1)
         wanted = only(self.attn_groups, groups)
         with unplanned(wanted if len(ends) > self.max_num_reqs else ()):
             return self.shared.build(
