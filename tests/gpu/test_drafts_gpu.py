@@ -136,12 +136,12 @@ def test_heads(tiny: Callable[..., Path], tmp_path: Path, kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
 def test_steps_planned_ahead(tiny: Callable[..., Path], tmp_path: Path, kind: Any) -> None:
-    """Asynchronous scheduling, which vLLM has by default: graphs replay before drafts are known."""
+    """Asynchronous scheduling: graphs replay before it is known which drafts stay."""
     policies = [policy for policy in POLICIES if policy != POLICIES[3]]
     if kind == "draft_model":
         model = served = tiny(head_dim=64, hidden=256)
         drafter = {"method": kind, "model": str(model), "num_speculative_tokens": DRAFTS}
-        options = {"speculative_config": drafter, **OPTIONS}
+        options = {"speculative_config": drafter, "async_scheduling": True, **OPTIONS}
     else:
         policies = POLICIES[:4]  # Heads draft from the states of every prompt token.
         models = Models.of(tiny, tmp_path, kind, head_dim=64, hidden=256)

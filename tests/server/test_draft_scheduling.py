@@ -21,41 +21,18 @@ WAITS = "after=4 waits for a number of generated tokens"
 AFTER = "snapkv:kv_rate=0.1,after=4"
 
 
-def args(policy: Any, *layout: str, asked: bool | None = None, drafts: bool = True) -> Any:
-    return SimpleNamespace(
-        additional_config={"kv_policy": policy, "kv_layout": list(layout)},
-        speculative_config={"method": "eagle3"} if drafts else None,
-        async_scheduling=asked,
+@pytest.mark.parametrize("drafter", [None, {"method": "eagle3"}])
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("names", [["full"], ["full", "fier-64"], ["auto"]])
+def test_it_is_off_unless_asked_for(drafter: Any, asked: bool | None, names: list[str]) -> None:
+    """A server of `full` alone is as vLLM has it."""
+    config = {"kv_policy": names[0], "kv_layout": names[1:]}
+    args = SimpleNamespace(
+        additional_config=config, speculative_config=drafter, async_scheduling=asked
     )
-
-
-@pytest.mark.parametrize("name", [AFTER, f"{AFTER}+fier-64", "auto", "none-such"])
-def test_it_is_off_for_what_needs_a_count(name: str) -> None:
-    own, room = args(name), args("full", name)
-    schedule_in_time(own)
-    schedule_in_time(room)
-    assert own.async_scheduling is False and room.async_scheduling is False
-    for asked in (True, False):
-        kept = args(name, asked=asked)
-        schedule_in_time(kept)
-        assert kept.async_scheduling is asked
-    stock = args(name, drafts=False)
-    schedule_in_time(stock)
-    assert stock.async_scheduling is None
-
-
-def test_it_is_left_to_vllm_for_others() -> None:
-    others = args("fier-64", "snapkv:kv_rate=0.1", "speed-4+quest-64", "fastkv:kv_rate=0.2")
-    schedule_in_time(others)
-    assert others.async_scheduling is None
-
-
-@pytest.mark.parametrize("layout", [5, AFTER, None])
-def test_a_layout_that_is_no_list_is_refused_later(layout: Any) -> None:
-    others = args("fier-64")
-    others.additional_config["kv_layout"] = layout
-    schedule_in_time(others)
-    assert others.async_scheduling is None
+    schedule_in_time(args)
+    goes_off = drafter and asked is None and names != ["full"]
+    assert args.async_scheduling is (False if goes_off else asked)
 
 
 def test_rows(stock) -> None:

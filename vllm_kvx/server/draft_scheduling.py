@@ -1,42 +1,24 @@
-"""Asynchronous scheduling where tokens are drafted, which not every policy can have."""
+"""Asynchronous scheduling where tokens are drafted."""
 
 from typing import Any
 
-from vllm_kvx.config.settings import LAYOUT_KEY, POLICY_KEY
-from vllm_kvx.policy.auto import is_auto
-from vllm_kvx.policy.beside_server import beside_drafts_ahead
-from vllm_kvx.policy.parameters import PolicyError
-from vllm_kvx.policy.spec import parse_policy
+from vllm_kvx.server.validate import is_full_alone
 
 
 def schedule_in_time(args: Any) -> None:
-    """Turns it off in `args`, vLLM's ``EngineArgs``, for such policies if nobody asked for it.
+    """Turns it off in `args`, vLLM's ``EngineArgs``, where tokens are drafted and nobody asked.
 
-    What was asked for is refused later, with the reason. A name that says nothing yet, `auto` or
-    one that does not parse, is taken for such a policy.
+    It has not run on a GPU beside drafts, and not every policy, cache and model can have it: what
+    was asked for is refused later where it cannot be. A server of `full` alone is vLLM's own.
     """
-    config = args.additional_config
     if not args.speculative_config or args.async_scheduling is not None:
         return
-    layout = config.get(LAYOUT_KEY)
-    # What is no list is refused later.
-    layout = layout if isinstance(layout, (list, tuple)) else ()
-    for name in filter(None, [config.get(POLICY_KEY), *layout]):
-        why = _why(name)
-        if why is not None:
-            from vllm.logger import init_logger
+    if is_full_alone(args.additional_config):
+        return
+    from vllm.logger import init_logger
 
-            args.async_scheduling = False
-            init_logger("vllm.kvx").info("Asynchronous scheduling is off: %s", why)
-            return
-
-
-def _why(name: Any) -> str | None:
-    """Why a policy of this name cannot have it beside drafts; None if it can."""
-    if not isinstance(name, str) or is_auto(name):
-        return f"what {name} stands for may wait for generated tokens (after=)"
-    try:
-        problem = beside_drafts_ahead(parse_policy(name))
-    except PolicyError:
-        return f"{name} is no policy"
-    return None if problem is None else problem.rpartition(": set ")[0]
+    args.async_scheduling = False
+    init_logger("vllm.kvx").info(
+        "Asynchronous scheduling is off: beside drafted tokens and policies it was tested on CPUs "
+        "alone. --async-scheduling turns it on."
+    )
