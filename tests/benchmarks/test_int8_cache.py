@@ -23,14 +23,7 @@ from benchmarks.ops.retrieval_layer import LLAMA_8B, ON_GPU, block_bytes
 from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.int8.numbers import quantized, undone
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What runs is small: with more threads they mostly wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_kernels_compute_what_plain_torch_does() -> None:

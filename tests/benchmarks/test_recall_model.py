@@ -1,7 +1,6 @@
 """The recall table of real checkpoints, against the policy's math and the dense reference."""
 
 import json
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,10 @@ from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.tools.tasks.base import Sample
 from vllm_kvx.tools.tasks.prompts import EncodedSample
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CHECKPOINT = recall.ROOT / "tests/checkpoints/lookup-8l"
 LENGTH, ROWS = 200, 40
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What runs is small: with more threads they mostly wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("method", "group"), recall_model.METHODS)

@@ -1,7 +1,6 @@
 """Answers by choices that are used again: what is read, against the choices of every step."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,10 @@ from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.equations import retrieval
 from vllm_kvx.policy.axes import DENSE_LAYERS
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BUDGET = 64
 EVERY = ("own", "steps:2", "steps:40", "layers:2", "own/1-bit", "layers:4/1-bit")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What runs is small: with more threads they mostly wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Prefill that reads chosen blocks of keys: what is chosen, attention over it, and the answers."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from benchmarks.ops.prefill_blocks import Setting
 from benchmarks.ops.prefill_scores_triton import one_bit_shares
 from benchmarks.ops.sparse_prefill_triton import Tiles
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CHECKPOINT = ROOT / "tests/checkpoints/lookup-8l"
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SIZES = {"block": 64, "key_block": 32, "pool": 64, "stride": 16}
@@ -29,15 +30,6 @@ SETTINGS = [
     Setting("one_bit", 0.6, by="max", **{**SIZES, "pool": 32}),
     Setting("oracle", 0.6, **SIZES),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What runs is small: with more threads they mostly wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def layer(length: int) -> tuple[Tensor, Tensor, Tensor]:

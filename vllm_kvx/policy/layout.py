@@ -1,7 +1,7 @@
 """Layouts: which KV groups a server has, fixed when the engine starts, and what fits into them."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -149,6 +149,18 @@ class Layout:
     pipeline: bool = False
 
     @property
+    def checks(self) -> tuple[Callable[[KVPolicy], str | None], ...]:
+        """What says why a policy cannot run beside what else the server does, in turn."""
+        asked = {
+            beside_drafts: self.drafts,
+            beside_drafts_ahead: self.drafts_ahead,
+            beside_drafts_by_states: self.drafts_by_states,
+            beside_own_drafts: self.own_drafts,
+            in_a_pipeline: self.pipeline,
+        }
+        return tuple(check for check, applies in asked.items() if applies)
+
+    @property
     def sliding(self) -> tuple[int, ...]:
         """Sorted layers that slide over a window."""
         return () if self.windows is None else self.windows.layers
@@ -293,15 +305,7 @@ def check_fits(policy: KVPolicy, layout: Layout, num_layers: int) -> None:
     needed = layout_of([policy], num_layers)
     if layout.windows and (problem := beside_windows(policy, layout.windows, num_layers)):
         raise PolicyError(f"{policy} does not fit this server: {problem}")
-    if layout.drafts and (problem := beside_drafts(policy)):
-        raise PolicyError(f"{policy} does not fit this server: {problem}")
-    if layout.drafts_ahead and (problem := beside_drafts_ahead(policy)):
-        raise PolicyError(f"{policy} does not fit this server: {problem}")
-    if layout.drafts_by_states and (problem := beside_drafts_by_states(policy)):
-        raise PolicyError(f"{policy} does not fit this server: {problem}")
-    if layout.own_drafts and (problem := beside_own_drafts(policy)):
-        raise PolicyError(f"{policy} does not fit this server: {problem}")
-    if layout.pipeline and (problem := in_a_pipeline(policy)):
+    for problem in filter(None, (check(policy) for check in layout.checks)):
         raise PolicyError(f"{policy} does not fit this server: {problem}")
     missing = [layer for layer in needed.later_starts if layer not in layout.later_starts]
     needs = [f"a split at {_layers(missing)}"] if missing else []

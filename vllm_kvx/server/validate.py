@@ -14,13 +14,6 @@ from vllm_kvx.config.settings import (
     KVSettings,
     policy_is_set,
 )
-from vllm_kvx.policy.beside_server import (
-    beside_drafts,
-    beside_drafts_ahead,
-    beside_drafts_by_states,
-    beside_own_drafts,
-    in_a_pipeline,
-)
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
@@ -230,18 +223,12 @@ def _layout_problems(
         rows += applying(WITH_VALUE_NORMS, vllm_config)
     if layout.drafts:
         rows += applying(WITH_DRAFTS, vllm_config)
-        problems += dict.fromkeys(filter(None, map(beside_drafts, settings.policies)))
-    if layout.drafts_ahead:
-        problems += dict.fromkeys(filter(None, map(beside_drafts_ahead, settings.policies)))
-    if layout.drafts_by_states:
-        problems += dict.fromkeys(filter(None, map(beside_drafts_by_states, settings.policies)))
     if layout.own_drafts:
         rows += applying(WITH_OWN_DRAFTS, vllm_config)
-        problems += dict.fromkeys(filter(None, map(beside_own_drafts, settings.policies)))
     if layout.lookahead:
         rows += applying(WITH_LOOKAHEAD, vllm_config)
-    if layout.pipeline:
-        problems += dict.fromkeys(filter(None, map(in_a_pipeline, settings.policies)))
+    for check in layout.checks:
+        problems += dict.fromkeys(filter(None, map(check, settings.policies)))
     if layout.selects:
         rows += applying(WITH_SELECTION, vllm_config)
     if layout.sidecar is not None:

@@ -94,10 +94,9 @@ class StepAttention:
         prefilling = np.ones(len(ends), dtype=bool) if is_prefill else None
         lens, bounds = lens_to_device(ends, self.slot_mappings.device), torch.from_numpy(ends)
         if self.late is not None and not is_prefill:
-            unknown = batch.requests if is_known is None else batch.requests[~is_known]
-            late = self.late.index_select(0, to_device(unknown, lens.device))
-            places = np.arange(len(ends)) if is_known is None else np.flatnonzero(~is_known)
-            lens.index_add_(0, to_device(places, lens.device), late, alpha=-1)
+            unknown = np.arange(len(ends)) if is_known is None else np.flatnonzero(~is_known)
+            late = self.late.index_select(0, to_device(batch.requests[unknown], lens.device))
+            lens.index_add_(0, to_device(unknown, lens.device), late, alpha=-1)
         wanted = only(self.attn_groups, groups)
         with unplanned(wanted if len(ends) > self.max_num_reqs else ()):
             return self.shared.build(
