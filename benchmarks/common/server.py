@@ -63,9 +63,11 @@ def serving(
         command = [*(vllm or [vllm_command()]), "serve", *flags]
         command += ["--host", HOST, "--port", str(port)]
         with log.open("wb") as output:
-            # A session of its own: Ctrl-C reaches this process alone, which then ends all of them.
+            # A group of its own: Ctrl-C reaches this process alone, which then ends all of them.
+            # No session: by those Linux may group processes, and some kernels let an engine that
+            # never waits keep another session's processes from running for seconds.
             process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+                command, stdout=output, stderr=subprocess.STDOUT, env=env, process_group=0
             )
         try:
             url = f"http://{HOST}:{port}"

@@ -1,8 +1,7 @@
-"""A server's clients: they ask alone or under load, and leave; and the server's processes."""
+"""A server's clients: they ask alone or under load, and leave."""
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -68,23 +67,6 @@ def samples(http: httpx.Client, name: str) -> float:
         for sample in family.samples
         if sample.name == name
     )
-
-
-def tree(url: str) -> list[int]:
-    """The server's processes: those that have its socket's port in their ancestors' command."""
-    port, parents, roots = url.rpartition(":")[2], {}, []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            parents[int(folder.name)] = int(fields[1])
-            if f"--port\0{port}\0".encode() in (folder / "cmdline").read_bytes():
-                roots.append(int(folder.name))
-        except OSError:
-            continue
-    found = set(roots)
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return sorted(found)
 
 
 def short_turn(rng: random.Random) -> Turn:

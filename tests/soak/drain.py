@@ -4,17 +4,17 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
 from benchmarks.common.server import log_tail
-from soak.client import ask, body, run_alone, short_turn, tree
+from soak.client import ask, body, run_alone, short_turn
 from soak.plan import Comparison, Turn
+from soak.processes import engine_of, is_asked_to_end, stopped, tree
 
 SEED = 4
 # What a server that drains gives its answers at most; those here take a part of it.
@@ -69,11 +69,11 @@ def end_by_sigterm(url: str, log: Path, last: str = "speed-4") -> dict[str, int]
         for length in ANSWERS:
             streams = _begun(http, pool, turns, length, log)
             # None of them ends before the engine heeds the signal, however late that comes.
-            with _stopped(_engine_of(pids)) as engine:
+            with stopped(engine_of(pids)) as engine:
                 if num_streaming := _num_streaming(http, streams):
                     os.kill(pids[0], signal.SIGTERM)
                     asked_to_end = time.monotonic()
-                    while not _is_asked_to_end(engine):
+                    while not is_asked_to_end(engine):
                         assert time.monotonic() < asked_to_end + DRAIN_S, log_tail(log)
                         time.sleep(0.01)
                     break
@@ -126,26 +126,3 @@ def _num_streaming(http: httpx.Client, streams: Sequence[Stream]) -> int:
         http.get("/version").raise_for_status()
         time.sleep(0.02)
     return sum(not each.answer.done() for each in streams)
-
-
-def _engine_of(pids: Sequence[int]) -> int:
-    """The engine among a server's processes."""
-    (pid,) = (pid for pid in pids if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    return pid
-
-
-@contextmanager
-def _stopped(pid: int) -> Iterator[int]:
-    """The process does nothing while the block runs."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield pid
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-def _is_asked_to_end(pid: int) -> bool:
-    """Whether SIGTERM waits for a process that is stopped."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    pending = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))]
-    return any(signals & 1 << signal.SIGTERM - 1 for signals in pending)

@@ -23,7 +23,7 @@ from support.nightly import nightly
 
 from benchmarks.common.server import CHECKPOINT, cpu_environment, log_tail, serving
 from soak import drain, report
-from soak.client import MODEL, ask, body, run_alone, samples, short_turn, tree
+from soak.client import MODEL, ask, body, run_alone, samples, short_turn
 from soak.memory import Series
 from soak.plan import (
     BLOCK,
@@ -38,6 +38,7 @@ from soak.plan import (
     with_adapters,
     with_drafts,
 )
+from soak.processes import engine_of, tree
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's load")
 
@@ -228,11 +229,7 @@ def test_a_killed_engine_costs_no_line_of_a_batch(url: str, tmp_path: Path, log:
     while not path.exists() or path.read_bytes().count(b"\n") < 4:
         assert process.poll() is None and time.monotonic() < end, log_tail(log)
         time.sleep(0.02)
-    engines = [
-        pid for pid in tree(url) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    assert engines
-    os.kill(engines[0], signal.SIGKILL)
+    os.kill(engine_of(tree(url)), signal.SIGKILL)
     said = process.communicate(timeout=300)[1].decode()
     assert process.returncode == 1 and "goes on from here" in said, said
     lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -4,8 +4,8 @@ It has room for retrieval too, for requests that name it.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
@@ -13,7 +13,7 @@ import pytest
 import torch
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
-from soak import drain
+from soak import drain, processes
 from transformers import AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt
@@ -72,21 +72,9 @@ class Server:
         known = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 2}
         return self.http.post("/v1/completions", json=known | body)
 
-    @contextmanager
-    def slowed(self) -> Iterator[None]:
-        """Beside a request for which Triton's interpreter retrieves, a step takes some 10 ms.
-
-        At two, an answer may be at its end before the API server of a busy machine has sent its
-        first token: what reads the engine's outputs lets nothing else run while there are some.
-        """
-        prompt, _ = self.question()
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": drain.MAX_LEN - 2 * LENGTH}
-        body |= {"stream": True, "ignore_eos": True, "vllm_xargs": {"kv_policy": SLOW}}
-        with self.http.stream("POST", "/v1/completions", json=body) as response:
-            lines = response.iter_lines()  # Let go of, it would end the request.
-            next(lines)
-            yield
-        self.holds_no_blocks(SLOW)
+    def slowed(self) -> AbstractContextManager[None]:
+        """Answers take some four times as long, and what this server tells of them is of now."""
+        return processes.slowed(self.url)
 
     def status(self) -> dict[str, Any]:
         """What the server tells of now; a busy one may answer with what it read before."""
