@@ -53,14 +53,22 @@ def test_what_shares_of_others_leave(drafts: int) -> None:
     assert rows.clip(second, 0, 64, [first, *[None] * 3]) == 64
 
 
-def test_until_it_has_caught_up() -> None:
+def test_until_it_has_a_further_token() -> None:
     rows, request = rows_of(), request_of("a")
     assert not rows
     rows.restart(request, READS)
-    request.num_computed_tokens = 139
+    request.num_tokens += 1  # Of a step that was under way.
+    rows.new_step()
+    # A connector loads all of it, which fails.
+    request.status, request.num_computed_tokens = RequestStatus.RUNNING, 140
+    rows.new_step()
+    request.num_computed_tokens = 96
+    rows.new_step()
+    assert rows and rows.clip(request, 96, 45, [request]) == 4 + 5
+    request.num_computed_tokens = 141
     rows.new_step()
     assert rows
-    request.num_computed_tokens = 140
+    request.num_tokens += 1
     rows.new_step()
     assert not rows and rows.clip(request, 100, 40, []) == 40
 

@@ -30,7 +30,7 @@ class ResumedRows:
         # chunk ends where a state is stored.
         limited = settings.layout.reuse_layers > 1 and not config.model_config.is_hybrid
         self.room = most if limited else None
-        # By id, each with the tokens that it had when it was preempted.
+        # By id, each with the tokens that it had when it was last seen preempted.
         self._resume: dict[str, tuple[Request, int]] = {}
         self._taken = 0
 
@@ -40,12 +40,13 @@ class ResumedRows:
     def new_step(self) -> None:
         """vLLM begins to schedule a step."""
         self._taken = 0
-        if self._resume:
-            self._resume = {
-                request_id: (request, tokens)
-                for request_id, (request, tokens) in self._resume.items()
-                if request.num_computed_tokens < tokens
-            }
+        for request_id, (request, tokens) in list(self._resume.items()):
+            if request.status == RequestStatus.PREEMPTED:
+                # Tokens of steps that were under way have come since.
+                self._resume[request_id] = request, request.num_tokens
+            # What is computed does not tell alone: a connector's load counts before it may fail.
+            elif request.num_computed_tokens >= tokens and request.num_tokens > tokens:
+                del self._resume[request_id]
 
     def restart(self, request: Request, policy: KVPolicy) -> None:
         """A preempted request."""
