@@ -71,7 +71,10 @@ from vllm_kvx.policy.spec import parse_policy
             "kv_recall_every has no effect",
         ),
         *(
-            ({"policy": f"fier-64+{name}"}, "does not say how much stays")
+            (
+                {"policy": f"fier-64+{name}{':layer=3' * bool(method.mandatory())}"},
+                "does not say how much stays",
+            )
             for name, method in METHODS.items()
             if method.served_as and not method.number
         ),

@@ -360,7 +360,7 @@ def test_a_bare_name_is_not_served(name: str, served: str) -> None:
         "streamingllm:sinks=8,recent=64",
         "snapkv:kv_budget=64",
         "structkv:pivot=3,kv_rate=0.2",
-        "gemfilter:layer=3",
+        "gemfilter:layer=3,rate=0.2",
     ],
 )
 def test_what_is_served_as_it_is_written(name: str) -> None:

@@ -68,7 +68,7 @@ def test_experts_of_several_engines(stock) -> None:
     [
         ("fastkv:tsp_layer=3,kv_rate=0.1", []),
         ("structkv:pivot=online,kv_rate=0.1", []),
-        ("gemfilter:layer=3", []),
+        ("gemfilter:layer=3,rate=0.4", []),
         ("speed-4", ["fastkv:tsp_layer=3,kv_rate=0.1"]),
         # Requests may name gemfilter:layer=3 there.
         ("speed-4", ["snapkv:kv_rate=0.1"]),
@@ -143,7 +143,7 @@ def test_layers_that_store_keys_themselves(make_config, policy: str) -> None:
             model("Gemma2", head_dim=32),
             "use pivot=calibrated or pivot=",
         ),
-        ("gemfilter:layer=2", model("Gemma2", head_dim=32), "use layer=1 or layer=3"),
+        ("gemfilter:layer=2,rate=0.4", model("Gemma2", head_dim=32), "use layer=1 or layer=3"),
         ("selfonly-4", model("Gemma2", head_dim=32), "gemfilter can run, not selfonly-4"),
         ("speed-4+fier-64", model("Gemma2", head_dim=32), "beside nothing that retrieves"),
         ("speed-4+snapkv:kv_rate=0.1", model("Gemma2", head_dim=32), "beside nothing that retains"),

@@ -45,7 +45,7 @@ def test_policies_of_one_stage(make_config, caplog, policy: str, layout: list[st
         ("fastkv:tsp_layer=3,kv_rate=0.1", [], "fastkv:tsp_layer=3"),
         ("structkv:pivot=3,kv_rate=0.1", [], "structkv:pivot=3"),
         ("swiftkv-4", [], "swiftkv-4"),
-        ("gemfilter:layer=2", [], "gemfilter:layer=2"),
+        ("gemfilter:layer=2,rate=0.4", [], "gemfilter:layer=2,rate=0.4"),
         ("pyramidkv:kv_rate=0.2", [], "pyramidkv:kv_rate=0.2"),
         ("fier-64", ["speed-4+fier-64", "snapkv:kv_rate=0.2"], r"speed-4\+fier-64"),
     ],

@@ -89,7 +89,7 @@ def entry(method: type[Method]) -> Entry:
     return Entry(
         name=method.name,
         usage=method.usage(),
-        example=method.example or method.served_as or method.name,
+        example=method.served_as or method.example or method.name,
         summary=method.summary,
         paper=method.paper,
         axes=defaults.axes,

@@ -82,7 +82,7 @@ def _composes(text: str) -> str:
 
 
 # Parameters that say how much of a prompt stays.
-AMOUNTS = frozenset({"kv_rate", "kv_budget", "recent"})
+AMOUNTS = frozenset({"rate", "kv_rate", "kv_budget", "recent"})
 _LOST_NONE = "which lost none of the short ones measured"
 
 

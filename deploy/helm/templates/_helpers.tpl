@@ -156,8 +156,8 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- range concat (list .Values.policy) .Values.layout -}}
 {{- range splitList "+" . -}}
 {{- $name := regexFind "^[a-z]+" . -}}
-{{- if and (has $name (list "fastkv" "structkv" "snapkv" "pyramidkv" "criticalkv" "knorm" "streamingllm")) (not (regexMatch "[:,](kv_rate|kv_budget|recent)=" .)) -}}
-{{- fail (printf "%s does not say how much stays, and its paper's rates lose answers: give kv_rate, as in %s:kv_rate=0.4, or write snapkv:kv_rate=0.2,after=32, which lost none of the short answers measured" . $name) -}}
+{{- if and (has $name (list "fastkv" "structkv" "snapkv" "pyramidkv" "criticalkv" "knorm" "streamingllm" "gemfilter")) (not (regexMatch "[:,](rate|kv_rate|kv_budget|recent)=" .)) -}}
+{{- fail (printf "%s does not say how much stays, and its paper's rates lose answers: give %s, or write snapkv:kv_rate=0.2,after=32, which lost none of the short answers measured" . (eq $name "gemfilter" | ternary "rate, as in gemfilter:layer=13,rate=0.4" (printf "kv_rate, as in %s:kv_rate=0.4" $name))) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -38,6 +38,7 @@ class GemFilter(Propagate):
     paper: ClassVar[str] = "arXiv 2409.17422"
     saves: ClassVar[tuple[str, ...]] = (PREFILL, KV_MEMORY, DECODE_READS)
     example: ClassVar[str] = "gemfilter:layer=13"
+    served_as: ClassVar[str] = "gemfilter:layer=13,rate=0.4"
     restarts: ClassVar[bool] = True
     slides: ClassVar[bool] = True
     selects_at: ClassVar[str] = "layer"
