@@ -104,9 +104,10 @@ def was_over(found: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def client(command: list[str], output: Any) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process of a session of its own, which is ended with all that it started."""
+    """A process of a group of its own, which is ended with all that it started."""
+    # No session: see `serving`, whose engine might keep it from running.
     process = subprocess.Popen(
-        command, stdout=output, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+        command, stdout=output, stderr=subprocess.STDOUT, env=environment(), process_group=0
     )
     try:
         yield process
