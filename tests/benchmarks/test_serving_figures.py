@@ -197,8 +197,7 @@ def test_servers_under_load(tmp_path: Path) -> None:
             assert is_whole(found, setting)
             assert found["bench"]["total_input_tokens"] == setting.prompts * setting.input
             assert found["bench"]["total_output_tokens"] == setting.prompts * setting.output
-            # Loads this short may run between two readings; there is one before and one behind.
-            assert found["server"]["readings"] >= 2 and found["server"]["most_running"] <= 8
+            assert 1 <= found["server"]["most_running"] <= 8
     assert servers["speed-4"]["pool"]["pool_prompt_tokens"] > servers["stock"]["pool"]["tokens"]
     again = subprocess.run(command, cwd=ROOT, env=os.environ | cpu, capture_output=True, text=True)
     assert again.returncode == 0 and again.stdout.count("measured before") == 2

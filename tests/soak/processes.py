@@ -53,7 +53,7 @@ def slowed(url: str) -> Iterator[None]:
     """The server's engine waits for its front, again and again, while the block runs.
 
     On a busy machine an engine may have answered to the end before the front has sent the first
-    token: what reads the engine's outputs lets nothing else run while there are some.
+    token.
     """
     engine, ended = engine_of(tree(url)), Event()
 

@@ -142,10 +142,11 @@ def test_a_floor_among_drafts_that_may_be_gone() -> None:
 def test_a_request_that_a_step_passed_over() -> None:
     """What it drafted before is known by then: no entry of its prompt counts as perhaps gone."""
     drafted, begins, prompts = np.array([5, 5, 5]), np.array([2, 800, 50]), np.array([1, 100, 100])
-    assert still_unknown(drafted, begins, prompts).tolist() == [1, 5, 0]
+    unknown = still_unknown(drafted, begins, prompts)
+    assert unknown.tolist() == [1, 5, 0]
     counts = np.array([6, 6, 6])
     step = RetrievalStep.of(
-        rules(3), COSTS, drafted, begins, counts, prompts, (begins + counts)[None],
+        rules(3), COSTS, unknown, begins, counts, prompts, (begins + counts)[None],
         np.zeros(3, dtype=bool),
     )  # fmt: skip
     # From here on groups of the index are written, of which there is none before the first.

@@ -139,7 +139,7 @@ def _plan_retrieval(
     unknown = still_unknown(drafted, step.begins, requests.prompt_lens[step.requests])
     if step.is_decode and not is_fresh.any():
         retrieval.sidecars.plan_decodes(step.requests, step.stored_lens, step.counts + unknown)
-        return _planned(retrieval, step, requests, is_fresh)
+        return _planned(retrieval, step, requests, is_fresh, unknown)
     before = stored_lens(step.begins, *step.gaps) - unknown
     after = step.stored_lens.copy()
     moved = np.zeros(after.shape, dtype=bool)
@@ -162,11 +162,11 @@ def _plan_retrieval(
             ]
     has_gap = step.gaps[1] > 0
     retrieval.sidecars.plan(step.requests, before, after, moved, published, read, has_gap)
-    return _planned(retrieval, step, requests, is_fresh)
+    return _planned(retrieval, step, requests, is_fresh, unknown)
 
 
 def _planned(
-    retrieval: Retrieval, step: Step, requests: Requests, is_fresh: np.ndarray
+    retrieval: Retrieval, step: Step, requests: Requests, is_fresh: np.ndarray, unknown: IntArray
 ) -> RetrievalStep:
     return retrieval.plan(
         step.requests,
@@ -175,6 +175,7 @@ def _planned(
         requests.prompt_lens[step.requests],
         step.stored_lens,
         is_fresh,
+        unknown,
         step.batch.num_draft_tokens_per_req,
     )
 

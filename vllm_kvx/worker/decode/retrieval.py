@@ -40,6 +40,7 @@ from vllm_kvx.worker.decode.step import (
     Rules,
     covers,
     retrieving_lens,
+    still_unknown,
 )
 from vllm_kvx.worker.rows import SegmentRows
 from vllm_kvx.worker.timing import PhaseTimer
@@ -179,7 +180,8 @@ class Retrieval:
             if (counts != counts[0]).any():
                 return False  # vLLM replays graphs of requests with as many tokens each alone.
             none = np.zeros_like(may)
-            step = self._step(requests, begins, counts, prompt_lens, stored_lens, none)
+            unknown = still_unknown(self.unknown[requests], begins, prompt_lens)
+            step = self._step(requests, unknown, begins, counts, prompt_lens, stored_lens, none)
             return bool(step.some.any()) and not self._replays(step.each_row[1])
         ends, replays = begins + counts, len(self.graph_modes) > 1
         if self._surely_fits(ends) and not self.sampler.is_due and replays:
@@ -187,9 +189,8 @@ class Retrieval:
         lens = self.lens_of(requests, ends, prompt_lens, stored_lens)
         return bool(lens.any()) and not self._replays(lens)
 
-    def _step(self, requests: np.ndarray, *of: Any) -> RetrievalStep:
-        """of: what ``RetrievalStep.of`` takes of the step."""
-        return RetrievalStep.of(self.rules.of(requests), self.costs, self.unknown[requests], *of)
+    def _step(self, requests: np.ndarray, *of_step: Any) -> RetrievalStep:
+        return RetrievalStep.of(self.rules.of(requests), self.costs, *of_step)
 
     def _replays(self, lens: IntArray) -> bool:
         """Whether a step some of whose (S, N) rows retrieve may replay a graph."""
@@ -227,6 +228,7 @@ class Retrieval:
         prompt_lens: IntArray,
         stored_lens: IntArray,
         is_fresh: np.ndarray,
+        unknown: IntArray,
         drafts: np.ndarray | None,
     ) -> RetrievalStep:
         """Plans which rows of a real step retrieve.
@@ -234,10 +236,10 @@ class Retrieval:
         Args:
             requests: (R,) request states. begins, counts: (R,) tokens. prompt_lens: (R,).
             stored_lens: (S, R) entries seen by each request's last token.
-            is_fresh: (R,) bool, requests that have run no step yet.
+            is_fresh: (R,) bool, requests that have run no step yet. unknown: see ``RetrievalStep``.
             drafts: (R,) tokens among `counts` that were drafted; None for none.
         """
-        step = self._step(requests, begins, counts, prompt_lens, stored_lens, is_fresh)
+        step = self._step(requests, unknown, begins, counts, prompt_lens, stored_lens, is_fresh)
         if self._ahead:
             self.unknown[requests] = 0 if drafts is None else drafts
         if self.sampler.takes_step(bool(step.some.any())):

@@ -203,11 +203,8 @@ class RetrievalStep:
         stored_lens: IntArray,
         is_fresh: np.ndarray,
     ) -> "RetrievalStep":
-        """The step of requests with these rules; the other arguments as ``Retrieval.plan``.
-
-        unknown: see ``RetrievalStep``; or tokens drafted in the last step of each, before this one.
-        """
-        ends, unknown = begins + counts, still_unknown(unknown, begins, prompt_lens)
+        """The step of requests with these rules; the other arguments as ``Retrieval.plan``."""
+        ends = begins + counts
         generates = (ends > prompt_lens) & (rules.budgets > 0)
         # A request that resumes may read a prefix that another request computes in this step.
         several = generates & ((counts > 1) | is_fresh)
