@@ -149,6 +149,9 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])]),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        # A server closes what was idle for 5 s, by default, and vLLM's client takes such connections
+        # for 60 s: a request then ends with "Server disconnected" where both happen at once.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
     }
 
 

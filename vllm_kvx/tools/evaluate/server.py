@@ -35,7 +35,8 @@ class RunningServer:
         self._client = httpx.Client(
             base_url=url.rstrip("/").removesuffix("/v1"),
             timeout=_TIMEOUT_S,
-            limits=httpx.Limits(max_connections=concurrency),
+            # vLLM's server closes what was idle for 5 s. A request that is on its way then is lost.
+            limits=httpx.Limits(max_connections=concurrency, keepalive_expiry=2.5),
         )
         self._concurrency = concurrency
         self._requested = {row: servable(with_retrieval(p)) for row, p in policies.items()}
