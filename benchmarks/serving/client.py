@@ -149,8 +149,8 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])]),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # A server closes what was idle for 5 s, by default, and vLLM's client takes such connections
-        # for 60 s: a request then ends with "Server disconnected" where both happen at once.
+        # A server closes what was idle for 5 s, by default; vLLM's client keeps it for 60 s, and a
+        # request that is sent in that moment ends with "Server disconnected".
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
     }
 
