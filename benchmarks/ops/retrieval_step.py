@@ -8,6 +8,10 @@ of two medians; `stock` is FlashAttention as vLLM calls it. `as served` does a l
 launches as `launches` says, one or three, and `three launches` in three. 6of8x130000 is six
 requests in a graph for eight, as vLLM has no graph for six. Llama-3.1-8B's shape or another in
 bf16, blocks anywhere.
+
+`--with-rest` puts the rest of a layer between, as a step has it: matrices of its weights, norms,
+and the cache's new entry (`benchmarks.ops.rest_of_layer`). What a graph of these alone takes is
+taken off, and stands as `rest_us`.
 """
 
 import argparse
@@ -21,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.ops.rest_of_layer import SIZES, RestOfLayer
 from benchmarks.ops.retrieval_layer import (
     LLAMA_8B,
     LLAMA_8B_OF_2,
@@ -33,6 +38,7 @@ from benchmarks.ops.retrieval_layer import (
     block_bytes,
     head_of,
     measure,
+    nothing,
     run_all,
     stock_attention,
     with_attend_ctas,
@@ -114,8 +120,12 @@ def case(
     repeats: int,
     bandwidth: float,
     only: Sequence[str] = (),
+    sizes: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Microseconds of a layer, of stock and of each variant, or of those that `only` names."""
+    """Microseconds of a layer, of stock and of each variant, or of those that `only` names.
+
+    sizes: hidden and intermediate, where the rest of a layer is between.
+    """
     length, batch = size.length, size.batch
     of_layer = -(-length // shape.block_size) * batch * block_bytes(shape)
 
@@ -129,10 +139,21 @@ def case(
     scratch = steps[0].scratch("cuda")
     launches = launches_of(scratch, steps[0])
     report: dict[str, Any] = {"layers": count, "times": TIMES, "launches": launches}
+    rests = [RestOfLayer.of(shape, *sizes, size.rows) for _ in steps] if sizes else []
+
+    def us_of(make: Callable[[int, Decode], Call]) -> float:
+        calls = [make(i, step) for i, step in enumerate(steps * TIMES)]
+        if rests:
+            both = zip(rests * TIMES, steps * TIMES, calls, strict=True)
+            calls = [rest.around(step, call) for rest, step, call in both]
+        return min(measure(partial(run_all, calls), repeats) for _ in range(2)) / len(calls)
+
+    rest_us = us_of(lambda _, step: nothing) if rests else 0.0
+    if rests:
+        report["rest_us"] = round(rest_us, 2)
 
     def time(name: str, op: str, make: Callable[[int, Decode], Call]) -> None:
-        calls = [make(i, step) for i, step in enumerate(steps * TIMES)]
-        us = min(measure(partial(run_all, calls), repeats) for _ in range(2)) / len(calls)
+        us = us_of(make) - rest_us
         ideal = steps[0].bytes_of(op) / bandwidth
         report[name] = {"us": round(us, 2), "ideal_us": round(ideal, 2)}
         report[name]["of_bandwidth"] = round(ideal / us, 3)
@@ -160,8 +181,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--only", nargs="+", default=[], help="names of variants")
+    rest = "with the rest of a layer between, for " + " and ".join(SIZES)
+    parser.add_argument("--with-rest", action="store_true", help=rest)
     parser.add_argument("--commit", help="what is measured, where the tree is no git checkout")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.with_rest and args.shape not in SIZES:
+        parser.error(f"--with-rest is for --shape {' and '.join(SIZES)}")
+    return args
 
 
 def main() -> None:
@@ -172,8 +198,11 @@ def main() -> None:
     report = head_of(what, "benchmarks.ops.retrieval_step", args.commit)
     bandwidth = bytes_per_us(torch.cuda.get_device_name())
     report |= {"shape": args.shape, "budget": args.budget, "bytes_per_us": bandwidth, "cases": {}}
+    report["with_rest"] = args.with_rest
+    sizes = SIZES[args.shape] if args.with_rest else None
     for each in args.cases:
-        found = case(SHAPES[args.shape], each, args.budget, args.repeats, bandwidth, args.only)
+        shape, only = SHAPES[args.shape], args.only
+        found = case(shape, each, args.budget, args.repeats, bandwidth, only, sizes)
         report["cases"][each.name] = found
         print(each.name, json.dumps({k: v["us"] for k, v in found.items() if isinstance(v, dict)}))
         if args.output:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.ops.rest_of_layer import RestOfLayer
 from benchmarks.ops.retrieval_layer import Heads, Layer
 from benchmarks.ops.retrieval_step import Case, launches_of, variants_of
 from vllm_kvx.ops.retrieval import cuda
@@ -33,3 +34,18 @@ def test_both_ways() -> None:
         assert launches_of(served, step) == launches
         assert [name for name, each in variants.items() if each.one_launch] == ["as served"]
         assert variants["three launches"].one_launch is None
+
+
+def test_the_rest_of_a_layer() -> None:
+    """It writes each request's last entry, and attention runs between its halves."""
+    shape = Heads(4, 2, 64)
+    step = Layer(shape, 250, 2).decode(250, 2, 64)
+    rest = RestOfLayer.of(shape, 128, 96, 2)
+    paged, (block, slot) = step.layer.paged, divmod(249, shape.block_size)
+    before = paged.keys.clone(), paged.values.clone()
+    seen = []
+    rest.around(step, lambda: seen.append(paged.keys.clone()))()
+    for now, then in zip((paged.keys, paged.values), before, strict=True):
+        changed = (now != then).any(-1).any(1).nonzero().tolist()
+        assert sorted(changed) == sorted([int(x), slot] for x in step.table[:, block])
+    assert torch.equal(seen[0], paged.keys)

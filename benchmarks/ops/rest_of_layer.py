@@ -1,0 +1,71 @@
+"""What a layer of a decode step does beside attention, for benchmarks that time attention there.
+
+Between two layers' attention a step streams some hundred MB of weights through L2, and runs code of
+other kernels: attention finds neither its data nor its instructions in a cache, and not even the
+multiprocessors' memory divided as it needs it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.ops.retrieval_layer import DEVICE, DTYPE, Call, Decode, Heads, run_all
+
+# By the shape's name: hidden size, and intermediate size of a rank.
+SIZES = {"llama-3.1-8b": (4096, 14336), "llama-3.1-8b-of-2": (4096, 7168)}
+
+
+@dataclass(frozen=True)
+class RestOfLayer:
+    """A layer's weights and the row that they are for, in torch's operators.
+
+    Attributes:
+        qkv, out, up, down: (inputs, outputs). row: (rows, hidden), which no operator changes.
+    """
+
+    qkv: Tensor
+    out: Tensor
+    up: Tensor
+    down: Tensor
+    row: Tensor
+
+    @classmethod
+    def of(cls, shape: Heads, hidden: int, intermediate: int, rows: int) -> "RestOfLayer":
+        def weights(inputs: int, outputs: int) -> Tensor:
+            return torch.randn(inputs, outputs, dtype=DTYPE, device=DEVICE) * inputs**-0.5
+
+        attended = shape.heads * shape.head_dim
+        return cls(
+            weights(hidden, attended + 2 * shape.kv_heads * shape.head_dim),
+            weights(attended, hidden),
+            weights(hidden, 2 * intermediate),
+            weights(intermediate, hidden),
+            torch.randn(rows, hidden, dtype=DTYPE, device=DEVICE),
+        )
+
+    def before(self, step: Decode) -> None:
+        """Norm, queries, keys and values, and the cache's entry of each request's last token."""
+        shape, dim = step.layer.shape, step.layer.shape.head_dim
+        made = self._norm(self.row[: step.batch]) @ self.qkv
+        heads = made.view(step.batch, -1, dim)
+        turned = heads * torch.cos(heads)  # of rotary embeddings' size
+        keys = turned[:, shape.heads : shape.heads + shape.kv_heads]
+        last = step.length - 1
+        block = step.table[:, last // shape.block_size].long()
+        paged, slot = step.layer.paged, last % shape.block_size
+        paged.keys[block, :, slot] = keys
+        paged.values[block, :, slot] = turned[:, -shape.kv_heads :]
+
+    def after(self, step: Decode) -> None:
+        """Output, norm and MLP."""
+        row = self.row[: step.batch] + step.out.view(step.batch, -1) @ self.out
+        gate, up = (self._norm(row) @ self.up).chunk(2, -1)
+        row + (functional.silu(gate) * up) @ self.down
+
+    def _norm(self, row: Tensor) -> Tensor:
+        return functional.rms_norm(row, (row.shape[-1],))
+
+    def around(self, step: Decode, attention: Call) -> Call:
+        return lambda: run_all([lambda: self.before(step), attention, lambda: self.after(step)])
