@@ -22,7 +22,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # prctl's
 def main(patience: float, command: Sequence[str]) -> int:
     """The command's exit code; 128 and the signal that ended it, as shells have it."""
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_guard
+        command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_guard
     )
 
     def wait_for_the_end() -> None:

@@ -40,13 +40,14 @@ def own_server(model: str, flags: Sequence[str]) -> Iterator[Path]:
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *flags]
         command += [*needs.flags, "--uds", str(socket), "--disable-uvicorn-access-log"]
         guarded = [sys.executable, guard.__file__, str(_STOP_S), *command]
-        # A session of its own: Ctrl-C reaches this process alone, which then ends all of them.
+        # A group of its own: Ctrl-C reaches this process alone, which then ends all of them. No
+        # session: some kernels let a server that never waits starve other sessions.
         process = subprocess.Popen(
             guarded,
             env={**os.environ, **needs.environment},
             stdin=subprocess.PIPE,
             stdout=sys.stderr,
-            start_new_session=True,
+            process_group=0,
         )
         try:
             _wait(process, socket)

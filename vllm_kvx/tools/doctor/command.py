@@ -109,7 +109,7 @@ class _Child:
             stdout=self._said,
             stderr=self._said,
             pass_fds=[write],
-            start_new_session=True,
+            process_group=0,
         )
         os.close(write)
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
