@@ -27,6 +27,8 @@ LEAST_FULL = 0.2
 _LAYER = re.compile(r"(?:tsp_layer|pivot|min_layer|max_layer|layer)=(\d+)")
 # How long a prompt has to be before retrieval pays says nothing about answers.
 _CROSSOVER = re.compile(r"dense_below=\w+")
+# CriticalKV's scores in SnapKV: one method under two names.
+_CRITICAL = "score=critical"
 
 
 @dataclass(frozen=True)
@@ -335,6 +337,7 @@ def same_method(name: str) -> str:
     """A policy, `full` for stock, without what belongs to one model or server.
 
     Layers and crossovers are dropped; `speed-K` keeps its K, and a KV cache dtype stays.
+    `snapkv:score=critical` is `criticalkv`.
     """
     policy, dtype = split_name(name)
     try:
@@ -349,5 +352,8 @@ def same_method(name: str) -> str:
             for each in tail.split(",")
             if each and not _LAYER.fullmatch(each) and not _CROSSOVER.fullmatch(each)
         ]
+        if head == "snapkv" and _CRITICAL in kept:
+            head = "criticalkv"
+            kept.remove(_CRITICAL)
         parts.append(head + (":" + ",".join(kept) if kept else ""))
     return "+".join(parts) + (f"@{dtype}" if dtype else "")

@@ -265,6 +265,8 @@ def test_a_changed_figure_is_noticed(write: Any, tmp_path: Path) -> None:
 def test_the_same_method_on_another_model() -> None:
     assert same_method("fastkv:tsp_layer=15") == same_method("fastkv:tsp_layer=16,kv_rate=0.1")
     assert same_method("fastkv") != same_method("fastkv:kv_rate=0.2")
+    critical = same_method("snapkv:kv_rate=0.2,score=critical,after=32")
+    assert critical == same_method("criticalkv:kv_rate=0.2,after=32")
     assert same_method("fier-512:dense_below=0") == "fier-512"
     # Answers over a narrow cache are others.
     assert same_method("fier-512:dense_below=0@fp8") == "fier-512@fp8"

@@ -8,8 +8,8 @@ from vllm_kvx.server.validate import is_full_alone
 def schedule_in_time(args: Any) -> None:
     """Turns it off in `args`, vLLM's ``EngineArgs``, where tokens are drafted and nobody asked.
 
-    It has not run on a GPU beside drafts, and not every policy, cache and model can have it: what
-    was asked for is refused later where it cannot be. A server of `full` alone is vLLM's own.
+    Its speed beside drafts is not measured, and not every policy, cache and model can have it:
+    what was asked for is refused later where it cannot be. A server of `full` alone is vLLM's own.
     """
     if not args.speculative_config or args.async_scheduling is not None:
         return
@@ -19,6 +19,6 @@ def schedule_in_time(args: Any) -> None:
 
     args.async_scheduling = False
     init_logger("vllm.kvx").info(
-        "Asynchronous scheduling is off: beside drafted tokens and policies it was tested on CPUs "
-        "alone. --async-scheduling turns it on."
+        "Asynchronous scheduling is off: beside drafted tokens and policies its speed is not "
+        "measured. --async-scheduling turns it on."
     )
