@@ -1,8 +1,7 @@
 """What a layer of a decode step does beside attention, for benchmarks that time attention there.
 
-Between two layers' attention a step streams some hundred MB of weights through L2, and runs code of
-other kernels: attention finds neither its data nor its instructions in a cache, and not even the
-multiprocessors' memory divided as it needs it.
+Between two layers' attention a step streams some hundred MB of weights through L2 and runs other
+kernels: what attention reads, its own code among it, may then be in no cache.
 """
 
 from dataclasses import dataclass
