@@ -31,11 +31,15 @@ GOES_ON = 0.7
 
 @dataclass(frozen=True)
 class Rank:
-    """layers: that it has. groups: the KV groups of the model. is_last: whether it samples."""
+    """layers: that it has. groups: the KV groups of the model. is_last: whether it samples.
+
+    graphs: with a step's number, whether all ranks replay a graph in it.
+    """
 
     layers: range
     groups: Sequence[KVCacheGroupSpec]
     is_last: bool
+    graphs: int
 
 
 class RankWorker(Worker):
@@ -84,6 +88,10 @@ class RankWorker(Worker):
         # That of all ranks.
         names.sort(key=lambda name: crc32(f"{self._step_number}, {name}".encode()))
 
+    def _replays(self) -> bool:
+        # All ranks do, or none: vLLM goes by the batch.
+        return crc32(f"{self._rank.graphs}, {self._step_number}".encode()) % 2 == 0
+
     def _run(self, batch: InputBatch) -> np.ndarray:
         for name, end in zip(batch.req_ids, batch.seq_lens.tolist(), strict=True):
             if end > len(self.live[name].tokens):
@@ -114,10 +122,12 @@ class Ranks:
         groups = kv_cache_groups(
             config, {x.layer_name: x.get_kv_cache_spec(config) for x in layers}
         )
+        graphs = rng.getrandbits(32)
         spans = [range(*get_pp_indices(total, rank, count)) for rank in range(count)]
         self.workers = [
             RankWorker(
-                config, case, random.Random(rng.random()), Rank(span, groups, span is spans[-1])
+                *(config, case, random.Random(rng.random())),
+                Rank(span, groups, span is spans[-1], graphs),
             )
             for span in spans
         ]

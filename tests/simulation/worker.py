@@ -324,18 +324,19 @@ class Worker:
         )
 
     def _graph_mode(self, batch: InputBatch) -> CUDAGraphMode:
-        """A step of single tokens, or of these and as many drafts each, may replay a graph, as on a
-        GPU; here half of them do.
-        """
+        """Half of the steps of single tokens, or of these and as many drafts each, replay one."""
         counts, drafts = batch.num_scheduled_tokens, _drafts_of(batch)
         is_uniform = (counts == 1 + drafts).all() and np.isin(drafts, (0, self.num_drafts)).all()
-        may = is_uniform and len(np.unique(drafts)) == 1 and self.rng.random() < 0.5
+        may = is_uniform and len(np.unique(drafts)) == 1 and self._replays()
         begins = batch.num_computed_tokens_np
         if may and not self.state.needs_python(batch.idx_mapping_np, begins, counts):
             self.counts["graphs"] += 1
             self.counts["graphs with drafts"] += bool(drafts.any())
             return CUDAGraphMode.FULL
         return CUDAGraphMode.NONE
+
+    def _replays(self) -> bool:
+        return self.rng.random() < 0.5
 
     def _draft(self, live: Live, count: int) -> None:
         """Any tokens: what stays of them is drawn in `_sample`."""
