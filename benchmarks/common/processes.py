@@ -30,7 +30,7 @@ def start(
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
 
 

@@ -153,7 +153,7 @@ def run_engine(
             stdout=stream,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,
+            process_group=0,
         )
         try:
             ended = False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.ops.retrieval_layer import DEVICE, DTYPE, Call, Decode, Heads, run_all
+from benchmarks.ops.retrieval_layer import DEVICE, DTYPE, Call, Decode, Heads
 
 # By the shape's name: hidden size, and intermediate size of a rank.
 SIZES = {"llama-3.1-8b": (4096, 14336), "llama-3.1-8b-of-2": (4096, 7168)}
@@ -18,20 +18,22 @@ SIZES = {"llama-3.1-8b": (4096, 14336), "llama-3.1-8b-of-2": (4096, 7168)}
 
 @dataclass(frozen=True)
 class RestOfLayer:
-    """A layer's weights and the row that they are for, in torch's operators.
+    """A layer's weights and the states that they are for, in torch's operators.
 
     Attributes:
-        qkv, out, up, down: (inputs, outputs). row: (rows, hidden), which no operator changes.
+        qkv, out, up, down: (inputs, outputs). states: (B, hidden), which no operator changes.
     """
 
     qkv: Tensor
     out: Tensor
     up: Tensor
     down: Tensor
-    row: Tensor
+    states: Tensor
 
     @classmethod
-    def of(cls, shape: Heads, hidden: int, intermediate: int, rows: int) -> "RestOfLayer":
+    def of(cls, shape: Heads, hidden: int, intermediate: int, batch: int) -> "RestOfLayer":
+        """batch: B, requests of a step."""
+
         def weights(inputs: int, outputs: int) -> Tensor:
             return torch.randn(inputs, outputs, dtype=DTYPE, device=DEVICE) * inputs**-0.5
 
@@ -41,13 +43,13 @@ class RestOfLayer:
             weights(attended, hidden),
             weights(hidden, 2 * intermediate),
             weights(intermediate, hidden),
-            torch.randn(rows, hidden, dtype=DTYPE, device=DEVICE),
+            torch.randn(batch, hidden, dtype=DTYPE, device=DEVICE),
         )
 
     def before(self, step: Decode) -> None:
         """Norm, queries, keys and values, and the cache's entry of each request's last token."""
         shape, dim = step.layer.shape, step.layer.shape.head_dim
-        made = self._norm(self.row[: step.batch]) @ self.qkv
+        made = _norm(self.states) @ self.qkv
         heads = made.view(step.batch, -1, dim)
         turned = heads * torch.cos(heads)  # of rotary embeddings' size
         keys = turned[:, shape.heads : shape.heads + shape.kv_heads]
@@ -59,12 +61,18 @@ class RestOfLayer:
 
     def after(self, step: Decode) -> None:
         """Output, norm and MLP."""
-        row = self.row[: step.batch] + step.out.view(step.batch, -1) @ self.out
-        gate, up = (self._norm(row) @ self.up).chunk(2, -1)
-        row + (functional.silu(gate) * up) @ self.down
-
-    def _norm(self, row: Tensor) -> Tensor:
-        return functional.rms_norm(row, (row.shape[-1],))
+        states = self.states + step.out.view(step.batch, -1) @ self.out
+        gate, up = (_norm(states) @ self.up).chunk(2, -1)
+        states + (functional.silu(gate) * up) @ self.down
 
     def around(self, step: Decode, attention: Call) -> Call:
-        return lambda: run_all([lambda: self.before(step), attention, lambda: self.after(step)])
+        def run() -> None:
+            self.before(step)
+            attention()
+            self.after(step)
+
+        return run
+
+
+def _norm(states: Tensor) -> Tensor:
+    return functional.rms_norm(states, (states.shape[-1],))

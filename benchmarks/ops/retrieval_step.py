@@ -139,7 +139,7 @@ def case(
     scratch = steps[0].scratch("cuda")
     launches = launches_of(scratch, steps[0])
     report: dict[str, Any] = {"layers": count, "times": TIMES, "launches": launches}
-    rests = [RestOfLayer.of(shape, *sizes, size.rows) for _ in steps] if sizes else []
+    rests = [RestOfLayer.of(shape, *sizes, batch) for _ in steps] if sizes else []
 
     def us_of(make: Callable[[int, Decode], Call]) -> float:
         calls = [make(i, step) for i, step in enumerate(steps * TIMES)]
