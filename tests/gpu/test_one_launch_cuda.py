@@ -161,6 +161,9 @@ def test_shapes(head_dim: int, shape: dict[str, Any]) -> None:
         ([127, 128, 129, 1023], 8),
         ([1025, 2047, 2049, 4099], 8),
         ([0, 0], 8),
+        ([0], 8),
+        ([1], 8),  # alone, most CTAs have nothing to do
+        ([65], 8),
         ([300_000], 2),
         ([300_000, 5], 1),
         ([70_000], 32),
@@ -219,7 +222,9 @@ def test_rows_of_one_request_and_sinks() -> None:
     case = make_case([20_000, 19_999, 19_998], kv_heads=2)
     case.requests.copy_(case.requests[:1].expand(3).clone())
     for dtype in (BF16, torch.float32):
-        check(case, 256, make_sinks(case.q.shape[1], "cuda", dtype))
+        sinks = make_sinks(case.q.shape[1], "cuda", dtype)
+        sinks[1] = -torch.inf  # no sink
+        check(case, 256, sinks)
 
 
 def test_graph() -> None:
