@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
   const char* query = static_cast<const char*>(p.attend.queries.data) +
                       (mine.token * p.attend.queries.token_stride +
                        static_cast<int64_t>(head) * heads * p.attend.queries.head_stride) * 2;
+#pragma unroll 1
   for (int i = threadIdx.x; i < Attend::QUERY_CHUNKS; i += THREADS) {
     const int row = i / Attend::ROW_CHUNKS, chunk = i % Attend::ROW_CHUNKS;
     const bool held = row < heads;
@@ -65,6 +66,7 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
   }
   const int all = (len + STEP - 1) / STEP, own = (all - part + parts - 1) / parts;
   const int* table = p.attend.rows.block_table + mine.request * p.attend.rows.block_table_stride;
+#pragma unroll 1
   for (int run = threadIdx.x; run < own * RUNS; run += THREADS) {
     const int token = (part + run / RUNS * parts) * STEP + run % RUNS * RUN;
     if (token < len) copy_async_4(blocks + run, table + token / p.attend.rows.block_size);
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
   // Calls visit(i, quad, valid) for each of a tile's quads, with a bit for each of the four that
   // is a token.
   auto for_quads = [&](int tile, auto visit) {
-#pragma unroll
+#pragma unroll 2
     for (int i = 0; i < 8; ++i) {
       const int quad = quad_of(tile, i);
       if (quad >= quads) continue;
@@ -249,10 +251,12 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
           const int at = begin + i * THREADS;
-          if (at >= listed) break;
-          list[at] = keys[i];
-          atomicAdd(counted + digit(keys[i], known, shift), 1);
+          if (at < listed) list[at] = keys[i];
         }
+      }
+#pragma unroll 2
+      for (int i = threadIdx.x; i < listed; i += THREADS) {  // its own
+        atomicAdd(counted + digit(list[i], known, shift), 1);
       }
       __syncthreads();
       find(read_bins<THREADS>(counted), shift);
@@ -279,6 +283,7 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
         // Every warp for itself.
         const uint64_t key = lane < found.count ? few[lane] : 0;
         int rank = 1;
+#pragma unroll 1
         for (int i = 0; i < found.count; ++i) rank += few[i] > key;
         const unsigned who = __ballot_sync(ALL_LANES, lane < found.count && rank == found.rank);
         threshold = few[who ? __ffs(who) - 1 : 0];

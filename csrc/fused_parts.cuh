@@ -91,79 +91,85 @@ __device__ __forceinline__ void wait_for_parts(int* arrived, int parts, int time
 
 // What parts of a head's result add up to, of every `apart`-th of them: four channels.
 struct Merged {
-  float4 out;
-  float top, sum;
+  float4 out = {0.0f, 0.0f, 0.0f, 0.0f};
+  float top = -infinity(), sum = 0.0f;
 
-  __device__ __forceinline__ void add(float of_top, float of_sum, float4 of_out) {
-    const float now = fmaxf(top, of_top), shift = now == -infinity() ? 0.0f : now;
-    const float mine = exp2f(top - shift), others = exp2f(of_top - shift);
-    sum = sum * mine + of_sum * others;
+  // All at once: parts that are none have a top of minus infinity and no sum.
+  template <int N>
+  __device__ __forceinline__ void add(const float (&tops)[N], const float (&of_sums)[N],
+                                      const float4 (&outs)[N]) {
+    float now = top;
+#pragma unroll
+    for (int i = 0; i < N; ++i) now = fmaxf(now, tops[i]);
+    const float shift = now == -infinity() ? 0.0f : now, mine = exp2f(top - shift);
+    sum *= mine, top = now;
     out = make_float4(out.x * mine, out.y * mine, out.z * mine, out.w * mine);
-    add_scaled(out, others, of_out);
-    top = now;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float others = exp2f(tops[i] - shift);
+      sum += of_sums[i] * others;
+      add_scaled(out, others, outs[i]);
+    }
+  }
+
+  __device__ __forceinline__ void add_one(float of_top, float of_sum, float4 of_out) {
+    const float tops[] = {of_top}, of_sums[] = {of_sum};
+    const float4 outs[] = {of_out};
+    add(tops, of_sums, outs);
   }
 };
 
-// As merge (attend.cuh), but what it reads is all on its way at once.
+// As merge (attend.cuh), but what it reads is all on its way at once. Its code is short, since no
+// other CTA has brought it near when the last one comes here.
 template <typename T, int D, int THREADS>
 __device__ __forceinline__ void merge_at_once(const AttendParams& p, int64_t pair, int token,
                                               int kv_head, int parts, float* shared) {
   constexpr int AT_ONCE = 8;
   const int heads = p.queries.heads, columns = heads * (D / 4);
-  const int shares = max(THREADS / columns, 1);
-  auto parts_of = [&](int column, int first, int apart) {
+  // Several threads share a column, of which a thread then has one at most.
+  const int shares = max(THREADS / columns, 1), apart = shares > 1 ? columns : THREADS;
+  const int share = shares > 1 ? threadIdx.x / columns : 0;
+#pragma unroll 1
+  for (int column = threadIdx.x - share * apart; column < columns; column += THREADS) {
     const int head = column / (D / 4), d = column % (D / 4) * 4;
     const int64_t at = (pair * heads + head) * p.splits;
     const float *lse = p.partial_lse + at, *out = p.partial_out + at * D + d;
-    Merged merged = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), -infinity(), 0.0f};
+    Merged merged;
 #pragma unroll 1
-    for (int begin = first; begin < parts; begin += AT_ONCE * apart) {
-      float tops[AT_ONCE];
+    for (int begin = share < shares ? share : parts; begin < parts; begin += AT_ONCE * shares) {
+      float tops[AT_ONCE], sums[AT_ONCE];
       float4 outs[AT_ONCE];
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
-        const int part = begin + i * apart;
-        tops[i] = part < parts ? __ldcg(lse + part) : -infinity();
-        outs[i] = part < parts ? __ldcg(reinterpret_cast<const float4*>(out + part * D))
-                               : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        const int part = begin + i * shares;
+        const bool there = part < parts;
+        tops[i] = there ? __ldcg(lse + part) : -infinity();
+        outs[i] = there ? __ldcg(reinterpret_cast<const float4*>(out + part * D))
+                        : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        sums[i] = 1.0f;
       }
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) merged.add(tops[i], 1.0f, outs[i]);
+      merged.add(tops, sums, outs);
     }
-    return merged;
-  };
-  auto finish = [&](int column, Merged merged) {
-    const int head = column / (D / 4), d = column % (D / 4) * 4;
+    if (shares > 1) {
+      Merged* mine = reinterpret_cast<Merged*>(shared);
+      mine[threadIdx.x] = merged;
+      __syncthreads();
+      if (share > 0) return;
+#pragma unroll 1
+      for (int i = 1; i < shares; ++i) {
+        const Merged other = mine[i * columns + column];
+        merged.add_one(other.top, other.sum, other.out);
+      }
+    }
     if (p.sinks != nullptr) {
-      merged.add(sink_of<T>(p, kv_head * heads + head), 1.0f,
-                 make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+      merged.add_one(sink_of<T>(p, kv_head * heads + head), 1.0f,
+                     make_float4(0.0f, 0.0f, 0.0f, 0.0f));
     }
     const float scale = merged.sum > 0.0f ? 1.0f / merged.sum : 0.0f;
     const float4 x = merged.out;
     write_out<T>(p, token, kv_head * heads + head, d,
                  make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale));
-  };
-  if (shares == 1) {
-    for (int column = threadIdx.x; column < columns; column += THREADS) {
-      finish(column, parts_of(column, 0, 1));
-    }
-    return;
   }
-  // Several threads share a column.
-  const int column = threadIdx.x % columns, share = threadIdx.x / columns;
-  Merged* mine = reinterpret_cast<Merged*>(shared);
-  Merged merged = {};
-  if (share < shares) {
-    merged = parts_of(column, share, shares);
-    mine[threadIdx.x] = merged;
-  }
-  __syncthreads();
-  if (share > 0) return;
-  for (int i = 1; i < shares; ++i) {
-    const Merged other = mine[i * columns + column];
-    merged.add(other.top, other.sum, other.out);
-  }
-  finish(column, merged);
 }
 
 }  // namespace kvx

@@ -34,6 +34,11 @@ template <int STEP, int WARPS, bool ONE_WAVE = false>
 __device__ __forceinline__ Part find_part(const ScoreParams& p, int index, int heads, int launched,
                                           int most = 0) {
   const int lane = threadIdx.x % 32, rows = p.rows.count;
+  if (ONE_WAVE && rows == 1) {
+    const int len = p.rows.lens[0];
+    const Part only = {0, index, min(launched, most), len, p.rows.tokens[0], p.rows.requests[0], 0};
+    return len > 0 && index < only.parts ? only : Part{-1};
+  }
   auto load = [&](int row) {
     if (row >= rows) return Part{};
     return Part{row, 0, 0, p.rows.lens[row], p.rows.tokens[row], p.rows.requests[row],
