@@ -118,22 +118,33 @@ __device__ __forceinline__ void merge(const AttendParams& p, int64_t pair, int t
 template <typename Shape>
 __device__ __forceinline__ void fetch_entries(const AttendParams& p, const int64_t* offsets,
                                               uint4* to) {
+  constexpr int PIECES = Shape::CACHE_CHUNKS, AT_ONCE = 32 / PIECES;  // entries, powers of two
+  static_assert(AT_ONCE >= 1);
+  const int lane = threadIdx.x % 32, first = lane / PIECES, piece = lane % PIECES;
+  const char *keys = keep(p.keys + piece * 16), *values = keep(p.values + piece * 16);
+  int64_t mine[CHUNK / AT_ONCE];
 #pragma unroll
-  for (int i = threadIdx.x % 32; i < CHUNK * Shape::CACHE_CHUNKS; i += 32) {
-    const int entry = i / Shape::CACHE_CHUNKS, piece = i % Shape::CACHE_CHUNKS;
-    const int64_t offset = offsets[entry];
-    const int64_t from = max(offset, static_cast<int64_t>(0)) + piece * 16;
-    const int at = Shape::FLOAT8 ? i : entry * Shape::CACHE_CHUNKS + swizzled(entry, piece);
-    copy_async_or_zero(to + at, p.keys + from, offset >= 0);
-    copy_async_or_zero(to + CHUNK * Shape::CACHE_CHUNKS + at, p.values + from, offset >= 0);
+  for (int i = 0; i < CHUNK / AT_ONCE; ++i) mine[i] = offsets[i * AT_ONCE + first];
+#pragma unroll
+  for (int i = 0; i < CHUNK / AT_ONCE; ++i) {
+    const int entry = i * AT_ONCE;  // and `first`
+    const int64_t offset = mine[i];
+    const int none = static_cast<int>(offset >> 32);  // negative
+    const int64_t from = offset & ~(offset >> 63);
+    // swizzled(entry + first, piece): the sum is one of different bits.
+    const int at = Shape::FLOAT8 ? lane : first * PIECES + (swizzled(first, piece) ^ (entry & 7));
+    uint4* key = to + at + entry * PIECES;
+    copy_async_or_zero(key, keys + from, none);
+    copy_async_or_zero(key + CHUNK * PIECES, values + from, none);
   }
 }
 
 // Where an entry of a row lies in keys and in values, in bytes. table: the row's.
 __device__ __forceinline__ int64_t offset_of(const AttendParams& p, const int* table, int kv_head,
                                              int entry) {
-  return table[entry / p.rows.block_size] * p.block_bytes + kv_head * p.head_bytes +
-         entry % p.rows.block_size * p.entry_bytes;
+  const int block = block_of(p.rows, entry);
+  return table[block] * p.block_bytes + kv_head * p.head_bytes +
+         (entry - block * p.rows.block_size) * p.entry_bytes;
 }
 
 // Adds up what the warps of a CTA have and writes it: the result if there is one split, else its

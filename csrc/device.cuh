@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "params.h"
+
 namespace kvx {
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
@@ -38,11 +40,12 @@ __device__ __forceinline__ void prefetch(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
-// The same, or zeros if not `valid`.
-__device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, bool valid) {
-  const int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-               "l"(from), "r"(bytes)
+// The same of 16 bytes, or zeros if `none` is negative: in one instruction more than the copy,
+// where a number of bytes takes seven.
+__device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, int none) {
+  asm volatile("{ .reg .pred none; setp.lt.s32 none, %2, 0; "
+               "cp.async.cg.shared.global [%0], [%1], 16, none; }" ::"r"(shared_address(to)),
+               "l"(from), "r"(none)
                : "memory");
 }
 
@@ -253,13 +256,19 @@ constexpr int KEY_SHIFT = 21;
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 
+// Of a row's blocks the one that a token lies in: token / rows.block_size.
+__device__ __forceinline__ int block_of(const Rows& rows, int token) {
+  return __umulhi(token, rows.block_factor) >> rows.block_shift;
+}
+
 // Sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to(int x) {
-  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(ALL_LANES, x, step);
-    if (lane >= step) x += other;
+    // The shuffle itself tells whether there is such a lane.
+    asm volatile("{ .reg .pred there; .reg .s32 other; "
+                 "shfl.sync.up.b32 other|there, %0, %1, 0, 0xffffffff; "
+                 "@there add.s32 %0, %0, other; }" : "+r"(x) : "r"(step));
   }
   return x;
 }

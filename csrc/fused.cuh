@@ -59,17 +59,16 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
 #pragma unroll 1
   for (int i = threadIdx.x; i < Attend::QUERY_CHUNKS; i += THREADS) {
     const int row = i / Attend::ROW_CHUNKS, chunk = i % Attend::ROW_CHUNKS;
-    const bool held = row < heads;
     copy_async_or_zero(queries + row * Attend::ROW_CHUNKS + swizzled(row, chunk),
-                       query + (held ? row : 0) * p.attend.queries.head_stride * 2 + chunk * 16,
-                       held);
+                       query + min(row, heads - 1) * p.attend.queries.head_stride * 2 + chunk * 16,
+                       heads - 1 - row);
   }
-  const int all = (len + STEP - 1) / STEP, own = (all - part + parts - 1) / parts;
+  const int all = (len + STEP - 1) / STEP, own = static_cast<unsigned>(all - part + parts - 1) / parts;
   const int* table = p.attend.rows.block_table + mine.request * p.attend.rows.block_table_stride;
 #pragma unroll 1
   for (int run = threadIdx.x; run < own * RUNS; run += THREADS) {
     const int token = (part + run / RUNS * parts) * STEP + run % RUNS * RUN;
-    if (token < len) copy_async_4(blocks + run, table + token / p.attend.rows.block_size);
+    if (token < len) copy_async_4(blocks + run, table + block_of(p.attend.rows, token));
   }
   if (threadIdx.x == 0) *few_listed = 0;
   const bool selects = len > budget;
@@ -88,8 +87,9 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
   auto score_of = [&](int quad, int bit) { return scores[quad * 4 + bit % 4]; };
   auto offset_at = [&](int quad, int token) {
     const int block = blocks[quad / (RUN / 4)];
+    const int slot = token - block_of(p.attend.rows, token) * p.attend.rows.block_size;
     return block * p.attend.block_bytes + head * p.attend.head_bytes +
-           token % p.attend.rows.block_size * p.attend.entry_bytes;
+           slot * p.attend.entry_bytes;
   };
   // Calls visit(i, quad, valid) for each of a tile's quads, with a bit for each of the four that
   // is a token.
@@ -274,17 +274,28 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
         find(read_bins<THREADS>(counted), shift);
       }
       if (shift > 0) {
-#pragma unroll 4
-        for (int i = threadIdx.x; i < listed; i += THREADS) {
-          const uint64_t key = list[i];
-          if (key >> shift == threshold >> shift) few[atomicAdd(few_listed, 1) % FEW] = key;
+#pragma unroll 1
+        for (int begin = threadIdx.x; begin < listed; begin += 4 * THREADS) {
+          unsigned which = 0;  // of four, that are read at once
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int at = begin + i * THREADS;
+            if (at < listed && list[at] >> shift == threshold >> shift) which |= 1u << i;
+          }
+#pragma unroll 1
+          for (; which; which &= which - 1) {
+            few[atomicAdd(few_listed, 1) % FEW] = list[begin + (__ffs(which) - 1) * THREADS];
+          }
         }
         __syncthreads();
         // Every warp for itself.
         const uint64_t key = lane < found.count ? few[lane] : 0;
         int rank = 1;
 #pragma unroll 1
-        for (int i = 0; i < found.count; ++i) rank += few[i] > key;
+        for (int i = 0; i < found.count; i += 4) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) rank += i + j < found.count && few[i + j] > key;
+        }
         const unsigned who = __ballot_sync(ALL_LANES, lane < found.count && rank == found.rank);
         threshold = few[who ? __ffs(who) - 1 : 0];
       }

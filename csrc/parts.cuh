@@ -47,6 +47,7 @@ __device__ __forceinline__ Part find_part(const ScoreParams& p, int index, int h
   auto steps_of = [](int len) { return (len + STEP - 1) / STEP; };
   Part mine = load(lane);  // all at once: each is a trip to memory
   int len = mine.len, all = steps_of(len), live = len > 0;
+#pragma unroll 1
   for (int row = lane + 32; row < rows; row += 32) {
     const int other = p.rows.lens[row];
     all += steps_of(other), live += other > 0;

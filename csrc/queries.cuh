@@ -105,7 +105,10 @@ __device__ __forceinline__ void add_histogram(const int* counted, int* histogram
   for (int i = 0; i < PER; ++i) counts[i] = counted[i * THREADS + threadIdx.x];
 #pragma unroll
   for (int i = 0; i < PER; ++i) {
-    if (counts[i]) atomicAdd(histogram + i * THREADS + threadIdx.x, counts[i]);
+    // Without the branch that atomicAdd would get.
+    asm volatile("{ .reg .pred any; setp.ne.s32 any, %1, 0; "
+                 "@any red.relaxed.gpu.global.add.s32 [%0], %1; }"
+                 ::"l"(histogram + threadIdx.x + i * THREADS), "r"(counts[i]) : "memory");
   }
 }
 

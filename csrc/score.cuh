@@ -280,19 +280,20 @@ __device__ __forceinline__ int* score_steps(const ScoreParams& p, const Part& ro
   auto token_of = [&](int run) {
     return (steps.first + run / RUNS * steps.apart) * STEP + run % RUNS * RUN;
   };
-  auto block_of = [&](int run) {
+  auto block_at = [&](int run) {
     const int first_token = token_of(run + lane);
-    return first_token < full ? table[first_token / p.rows.block_size] : 0;
+    return first_token < full ? table[block_of(p.rows, first_token)] : 0;
   };
-  int window = -32, next_block = steps.count > 0 ? block_of(0) : 0;
+  int window = -32, next_block = steps.count > 0 ? block_at(0) : 0;
   uint32_t codes_at = 0, scales_at = 0;
   // Of tokens that are in no full group something else is read, and not used.
   auto fetch = [&](int index) {
     if (index * RUNS >= window + 32) {
       window += 32;
       const uint32_t block = next_block;
-      next_block = block_of(window + 32);  // not waited for
-      const int slot = token_of(window + lane) % p.rows.block_size;
+      next_block = block_at(window + 32);  // not waited for
+      const int token = token_of(window + lane);
+      const int slot = token - block_of(p.rows, token) * p.rows.block_size;
       codes_at = block * static_cast<uint32_t>(p.code_block_bytes / 16) + slot * D / 128;
       scales_at = block * static_cast<uint32_t>(p.scale_block_bytes / 16) +
                   (slot >> group_bits) * Shape::SCALE_CHUNKS;

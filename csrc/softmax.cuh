@@ -12,6 +12,12 @@ constexpr int CHUNK = 16;  // entries that a warp takes at a time
 // Rows of 16-bit elements, their chunks of 16 bytes in an order that spares bank conflicts.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ (row & 7); }
 
+// swizzled(row, 2 k + half), from swizzled(row, half): what depends on k is known when compiling, so
+// that chunks 8 apart have one address.
+__device__ __forceinline__ int swizzled_pair(int of_half, int k) {
+  return (of_half ^ (k * 2 & 7)) + (k * 2 & ~7);
+}
+
 // x of base 2, 2 log2(e) times the ratio of a logit to its cap: what is left is cap * tanh(ratio).
 __device__ __forceinline__ float capped(float x, float cap) {
   return cap - __fdividef(2.0f * cap, 1.0f + exp2f(x));
@@ -39,13 +45,14 @@ struct Softmax {
     constexpr int ROW = D / 8;
     const int lane = threadIdx.x % 32, quarter = lane % 4;
     float s[2][4] = {};
-    const int key_row = lane % 8 + lane / 16 * 8, key_half = lane / 8 % 2;
+    // Of queries and values rows lane % 16, of keys others.
+    const int row = lane % 16, key_row = lane % 8 + lane / 16 * 8;
+    const int half_chunk = swizzled(row, lane / 16), key_half = swizzled(key_row, lane / 8 % 2);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
       uint32_t a[4], b[4];
-      const int row = lane % 16;
-      load_matrices(a, queries + row * ROW + swizzled(row, k * 2 + lane / 16));
-      load_matrices(b, keys + key_row * ROW + swizzled(key_row, k * 2 + key_half));
+      load_matrices(a, queries + row * ROW + swizzled_pair(half_chunk, k));
+      load_matrices(b, keys + key_row * ROW + swizzled_pair(key_half, k));
       accumulate_tiles<T>(s[0], a, b[0], b[1]);
       accumulate_tiles<T>(s[1], a, b[2], b[3]);
     }
@@ -86,12 +93,10 @@ struct Softmax {
         }
       }
     }
-    const int value_row = lane % 16;
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
       uint32_t b[4];
-      load_matrices_transposed(b,
-                               values + value_row * ROW + swizzled(value_row, i * 2 + lane / 16));
+      load_matrices_transposed(b, values + row * ROW + swizzled_pair(half_chunk, i));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float(&o)[WIDE ? 4 : 2] = out[2 * i + j];
