@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
                                                  p.attend.splits);
   if (mine.row < 0) return;
   const int len = mine.len, part = mine.part, parts = mine.parts;
-  const int64_t pair = static_cast<int64_t>(mine.row) * gridDim.x + head;
+  const int pair = mine.row * gridDim.x + head;  // there is a CTA for each
   int budget = __shfl_sync(ALL_LANES, lane_budget, mine.row % 32);
   if (mine.row >= 32) budget = p.budgets[mine.row];
   budget = max(min(budget, p.max_units), 0);
@@ -403,8 +403,8 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
     }
   }
   if (parts > 1) {
-    merge_at_once<T, D, THREADS>(p.attend, pair, mine.token, head, parts,
-                                 reinterpret_cast<float*>(shared));
+    merge_at_once<T, D, HEADS, THREADS>(p.attend, pair, mine.token, head, parts,
+                                        reinterpret_cast<float*>(shared));
   }
 #endif
 }

@@ -89,85 +89,83 @@ __device__ __forceinline__ void wait_for_parts(int* arrived, int parts, int time
   __syncthreads();
 }
 
-// What parts of a head's result add up to, of every `apart`-th of them: four channels.
+// What parts of a head's result add up to: four channels.
 struct Merged {
   float4 out = {0.0f, 0.0f, 0.0f, 0.0f};
   float top = -infinity(), sum = 0.0f;
 
-  // All at once: parts that are none have a top of minus infinity and no sum.
+  // All at once: what is none has a top of minus infinity.
   template <int N>
   __device__ __forceinline__ void add(const float (&tops)[N], const float (&of_sums)[N],
                                       const float4 (&outs)[N]) {
     float now = top;
 #pragma unroll
     for (int i = 0; i < N; ++i) now = fmaxf(now, tops[i]);
-    const float shift = now == -infinity() ? 0.0f : now, mine = exp2f(top - shift);
+    const float shift = now == -infinity() ? 0.0f : now, mine = exp2_or_zero(top - shift);
     sum *= mine, top = now;
     out = make_float4(out.x * mine, out.y * mine, out.z * mine, out.w * mine);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float others = exp2f(tops[i] - shift);
+      const float others = exp2_or_zero(tops[i] - shift);
       sum += of_sums[i] * others;
       add_scaled(out, others, outs[i]);
     }
   }
-
-  __device__ __forceinline__ void add_one(float of_top, float of_sum, float4 of_out) {
-    const float tops[] = {of_top}, of_sums[] = {of_sum};
-    const float4 outs[] = {of_out};
-    add(tops, of_sums, outs);
-  }
 };
 
 // As merge (attend.cuh), but what it reads is all on its way at once. Its code is short, since no
-// other CTA has brought it near when the last one comes here.
-template <typename T, int D, int THREADS>
-__device__ __forceinline__ void merge_at_once(const AttendParams& p, int64_t pair, int token,
+// other CTA has brought it near when the last one comes here: so it takes threads for HEADS heads,
+// whether there are as many or not. All threads of the CTA take part.
+template <typename T, int D, int HEADS, int THREADS>
+__device__ __forceinline__ void merge_at_once(const AttendParams& p, int pair, int token,
                                               int kv_head, int parts, float* shared) {
-  constexpr int AT_ONCE = 8;
-  const int heads = p.queries.heads, columns = heads * (D / 4);
-  // Several threads share a column, of which a thread then has one at most.
-  const int shares = max(THREADS / columns, 1), apart = shares > 1 ? columns : THREADS;
-  const int share = shares > 1 ? threadIdx.x / columns : 0;
+  // Several threads share a column, of which a thread then has one. Two of them take the 33 parts
+  // that 132 multiprocessors have of each of 4 KV heads in two rounds.
+  constexpr int AT_ONCE = 9, PIECES = D / 4, COLUMNS = HEADS * PIECES;
+  constexpr int SHARES = THREADS > COLUMNS ? THREADS / COLUMNS : 1;
+  static_assert(SHARES == 1 || SHARES * COLUMNS == THREADS);
+  const int heads = p.queries.heads, share = SHARES > 1 ? threadIdx.x / COLUMNS : 0;
 #pragma unroll 1
-  for (int column = threadIdx.x - share * apart; column < columns; column += THREADS) {
-    const int head = column / (D / 4), d = column % (D / 4) * 4;
-    const int64_t at = (pair * heads + head) * p.splits;
-    const float *lse = p.partial_lse + at, *out = p.partial_out + at * D + d;
+  for (int column = SHARES > 1 ? threadIdx.x % COLUMNS : threadIdx.x;
+       column < (SHARES > 1 ? COLUMNS : heads * PIECES); column += THREADS) {
+    const int head = min(column / PIECES, heads - 1), piece = column % PIECES;
+    const int at = (pair * heads + head) * p.splits;
+    const float* lse = p.partial_lse + at;
+    const float4* out = reinterpret_cast<const float4*>(p.partial_out) + at * PIECES + piece;
     Merged merged;
+    if (p.sinks != nullptr && share == 0) {
+      merged.top = sink_of<T>(p, kv_head * heads + head), merged.sum = 1.0f;
+    }
 #pragma unroll 1
-    for (int begin = share < shares ? share : parts; begin < parts; begin += AT_ONCE * shares) {
+    for (int begin = share; begin < parts; begin += AT_ONCE * SHARES) {
       float tops[AT_ONCE], sums[AT_ONCE];
       float4 outs[AT_ONCE];
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
-        const int part = begin + i * shares;
-        const bool there = part < parts;
-        tops[i] = there ? __ldcg(lse + part) : -infinity();
-        outs[i] = there ? __ldcg(reinterpret_cast<const float4*>(out + part * D))
-                        : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        sums[i] = 1.0f;
+        const int part = begin + i * SHARES;
+        tops[i] = -infinity(), sums[i] = 1.0f;
+        outs[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (part < parts) tops[i] = __ldcg(lse + part), outs[i] = __ldcg(out + part * PIECES);
       }
       merged.add(tops, sums, outs);
     }
-    if (shares > 1) {
+    if constexpr (SHARES > 1) {
       Merged* mine = reinterpret_cast<Merged*>(shared);
       mine[threadIdx.x] = merged;
       __syncthreads();
-      if (share > 0) return;
-#pragma unroll 1
-      for (int i = 1; i < shares; ++i) {
-        const Merged other = mine[i * columns + column];
-        merged.add_one(other.top, other.sum, other.out);
+      if (share > 0 || column >= heads * PIECES) return;
+      float tops[SHARES - 1], sums[SHARES - 1];
+      float4 outs[SHARES - 1];
+#pragma unroll
+      for (int i = 0; i < SHARES - 1; ++i) {
+        const Merged& other = mine[(i + 1) * COLUMNS + column];
+        tops[i] = other.top, sums[i] = other.sum, outs[i] = other.out;
       }
+      merged.add(tops, sums, outs);
     }
-    if (p.sinks != nullptr) {
-      merged.add_one(sink_of<T>(p, kv_head * heads + head), 1.0f,
-                     make_float4(0.0f, 0.0f, 0.0f, 0.0f));
-    }
-    const float scale = merged.sum > 0.0f ? 1.0f / merged.sum : 0.0f;
+    const float scale = merged.sum > 0.0f ? __fdividef(1.0f, merged.sum) : 0.0f;
     const float4 x = merged.out;
-    write_out<T>(p, token, kv_head * heads + head, d,
+    write_out<T>(p, token, kv_head * heads + head, piece * 4,
                  make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale));
   }
 }

@@ -18,6 +18,20 @@ __device__ __forceinline__ int swizzled_pair(int of_half, int k) {
   return (of_half ^ (k * 2 & 7)) + (k * 2 & ~7);
 }
 
+// 2^x, or 0 where that is below 2^-126, of one instruction.
+__device__ __forceinline__ float exp2_or_zero(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// log2(x) of an x that is neither negative nor below 2^-126, likewise.
+__device__ __forceinline__ float log2_of_normal(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // x of base 2, 2 log2(e) times the ratio of a logit to its cap: what is left is cap * tanh(ratio).
 __device__ __forceinline__ float capped(float x, float cap) {
   return cap - __fdividef(2.0f * cap, 1.0f + exp2f(x));
@@ -75,12 +89,13 @@ struct Softmax {
       top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
       top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2));
       const float shift = top == -infinity() ? 0.0f : top;
-      const float rescale = exp2f(largest[half] - shift);
+      const float rescale = exp2_or_zero(largest[half] - shift);
       largest[half] = top;
       float added = 0.0f;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float x = exp2f(s[i][2 * half] - shift), y = exp2f(s[i][2 * half + 1] - shift);
+        const float x = exp2_or_zero(s[i][2 * half] - shift);
+        const float y = exp2_or_zero(s[i][2 * half + 1] - shift);
         added += x + y;
         weights[2 * i + half] = T::pack(x, y);
       }
