@@ -167,25 +167,27 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
     const bool settles = shift > 0 && found.count > found.rank;
     sure_only = !settles;
     const uint64_t above = settles ? threshold + (uint64_t{1} << shift) : threshold;
-    const uint32_t above_score = static_cast<uint32_t>(above >> INDEX_BITS);
-    const uint32_t least_score = static_cast<uint32_t>(threshold >> INDEX_BITS);
+    const float above_score = score_of_key(static_cast<uint32_t>(above >> INDEX_BITS));
+    const float least_score = score_of_key(static_cast<uint32_t>(threshold >> INDEX_BITS));
     const bool by_score = (above & ((1u << INDEX_BITS) - 1)) == 0 && shift >= INDEX_BITS;
     int candidates = 0;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       uint2 mark = make_uint2(0, 0);
       for_quads(tile, [&](int i, int quad, uint32_t valid) {
-        const float4 x = reinterpret_cast<const float4*>(scores)[quad];
         uint32_t sure = 0, maybe = 0;
+        if (by_score) {
+          const float4 x = reinterpret_cast<const float4*>(scores)[quad];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float score = j == 0 ? x.x : j == 1 ? x.y : j == 2 ? x.z : x.w;
-          if (by_score) {
-            const uint32_t key = order_key_unless_negative_zero(score);
-            sure |= key >= above_score ? 1u << j : 0u;
-            maybe |= key >= least_score ? 1u << j : 0u;
-          } else {
-            const uint64_t key = key_of(score, token_of(quad) + j);
+          for (int j = 0; j < 4; ++j) {
+            const float score = j == 0 ? x.x : j == 1 ? x.y : j == 2 ? x.z : x.w;
+            sure |= score >= above_score ? 1u << j : 0u;
+            maybe |= score >= least_score ? 1u << j : 0u;
+          }
+        } else {
+#pragma unroll 1
+          for (int j = 0; j < 4; ++j) {
+            const uint64_t key = key_of(score_of(quad, j), token_of(quad) + j);
             sure |= key >= above ? 1u << j : 0u;
             maybe |= key >= threshold ? 1u << j : 0u;
           }

@@ -62,6 +62,13 @@ __device__ __forceinline__ uint64_t key_of(float score, int index) {
          (LAST - static_cast<uint32_t>(index));
 }
 
+// The score that has this key, to compare scores with. None is below the lowest key that there is,
+// and none at or above what is beyond the highest, which is no number.
+__device__ __forceinline__ float score_of_key(uint32_t key) {
+  key = max(key, 0x007fffffu);
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
 // Digits of 11 bits, but for the last of the score, which has 10.
 __device__ __forceinline__ int next_shift(int shift) { return shift == 32 ? 22 : shift - 11; }
 
