@@ -63,7 +63,8 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
                        query + min(row, heads - 1) * p.attend.queries.head_stride * 2 + chunk * 16,
                        heads - 1 - row);
   }
-  const int all = (len + STEP - 1) / STEP, own = static_cast<unsigned>(all - part + parts - 1) / parts;
+  const int all = (len + STEP - 1) / STEP;
+  const int own = static_cast<unsigned>(all - part + parts - 1) / parts;
   const int* table = p.attend.rows.block_table + mine.request * p.attend.rows.block_table_stride;
 #pragma unroll 1
   for (int run = threadIdx.x; run < own * RUNS; run += THREADS) {
@@ -110,7 +111,8 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
     const WarpSteps steps = {part + parts * warp, parts * WARPS, (own - warp + WARPS - 1) / WARPS,
                              scores + warp * STEP, WARPS * STEP};
     int* counted = score_steps<typename Shape::Score, D, 1, HEADS, false>(
-        p.score, mine, head, steps, reinterpret_cast<uint4*>(shared), [&] {
+        p.score, std::is_same_v<T, BFloat16> ? Dtype::BFLOAT16 : Dtype::FLOAT16, mine, head, steps,
+        reinterpret_cast<uint4*>(shared), [&] {
           // What is read and written next has long been out of the caches.
           if (warp > 0) return;
           prefetch(state + lane * 32);

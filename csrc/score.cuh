@@ -247,10 +247,11 @@ struct WarpSteps {
 
 // Scores a warp's steps and counts them. All warps of the CTA take part, of one row and head; the
 // shared memory is that of ScoreShape. Returns counts by the top 11 bits, of the CTA.
-// before_last is called by every warp when all that it reads is under way.
+// dtype: of the queries, a constant where it is known. before_last is called by every warp when all
+// that it reads is under way.
 template <typename Shape, int D, int TILES, int HEADS, bool SUM, typename BeforeLast>
-__device__ __forceinline__ int* score_steps(const ScoreParams& p, const Part& row, int head,
-                                            const WarpSteps& steps, uint4* shared,
+__device__ __forceinline__ int* score_steps(const ScoreParams& p, Dtype dtype, const Part& row,
+                                            int head, const WarpSteps& steps, uint4* shared,
                                             BeforeLast before_last) {
   const int len = row.len;
   // From one lane: the compiler then knows that it is the same in all.
@@ -260,7 +261,8 @@ __device__ __forceinline__ int* score_steps(const ScoreParams& p, const Part& ro
   const bool two_groups = p.group < STEP;
 
   // Under way while addresses are looked up.
-  const QueryLoader<D, TILES, HEADS, true, Shape::THREADS> loader(p.queries, row.token, head);
+  const QueryLoader<D, TILES, HEADS, true, Shape::THREADS> loader(p.queries, dtype, row.token,
+                                                                     head);
   uint4* fragments = shared + Shape::WARPS * Shape::STAGES * Shape::STAGE_CHUNKS;
   int* counted = reinterpret_cast<int*>(fragments + Shape::QUERY_CHUNKS);
   float* scratch = reinterpret_cast<float*>(counted + KEY_BINS);

@@ -12,8 +12,8 @@ constexpr int CHUNK = 16;  // entries that a warp takes at a time
 // Rows of 16-bit elements, their chunks of 16 bytes in an order that spares bank conflicts.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ (row & 7); }
 
-// swizzled(row, 2 k + half), from swizzled(row, half): what depends on k is known when compiling, so
-// that chunks 8 apart have one address.
+// swizzled(row, 2 k + half), from swizzled(row, half): what depends on k is known when compiling,
+// so that chunks 8 apart have one address.
 __device__ __forceinline__ int swizzled_pair(int of_half, int k) {
   return (of_half ^ (k * 2 & 7)) + (k * 2 & ~7);
 }
