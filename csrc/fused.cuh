@@ -255,12 +255,11 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
           const int at = begin + i * THREADS;
-          if (at < listed) list[at] = keys[i];
+          if (at < listed) {
+            list[at] = keys[i];
+            atomicAdd(counted + digit(keys[i], known, shift), 1);
+          }
         }
-      }
-#pragma unroll 2
-      for (int i = threadIdx.x; i < listed; i += THREADS) {  // its own
-        atomicAdd(counted + digit(list[i], known, shift), 1);
       }
       __syncthreads();
       find(read_bins<THREADS>(counted), shift);
