@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <climits>
 #include <cstdint>
 
 #include "params.h"
