@@ -63,9 +63,7 @@ __device__ __noinline__ Bin find_bin(const Bins<THREADS> bins, int wanted, int* 
   if (lane == 31) warp_sums[warp] = before;
   if (threadIdx.x < 3) found[threadIdx.x] = 0;
   __syncthreads();
-  before -= sum;
-  #pragma unroll 4
-  for (int i = 0; i < warp; ++i) before += warp_sums[i];
+  before += __reduce_add_sync(ALL_LANES, lane < warp ? warp_sums[lane] : 0) - sum;
   const int highest = KEY_BINS - 1 - threadIdx.x * QUADS * 4;
   int rank = wanted - before;
   if (rank > 0 && rank <= sum) {  // one thread, whose bins before the right one have less

@@ -87,10 +87,10 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
   };
   auto score_of = [&](int quad, int bit) { return scores[quad * 4 + bit % 4]; };
   auto offset_at = [&](int quad, int token) {
-    const int block = blocks[quad / (RUN / 4)];
-    const int slot = token - block_of(p.attend.rows, token) * p.attend.rows.block_size;
-    return block * p.attend.block_bytes + head * p.attend.head_bytes +
-           slot * p.attend.entry_bytes;
+    const uint32_t block = blocks[quad / (RUN / 4)];  // unsigned, and products are shorter
+    const uint32_t slot = token - block_of(p.attend.rows, token) * p.attend.rows.block_size;
+    return static_cast<int64_t>(block) * p.attend.block_bytes + head * p.attend.head_bytes +
+           static_cast<int64_t>(slot) * p.attend.entry_bytes;
   };
   // Calls visit(i, quad, valid) for each of a tile's quads, with a bit for each of the four that
   // is a token.
@@ -336,12 +336,10 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
   const int up_to = sum_up_to(chosen);
   if (lane == 31) warp_sums[warp] = up_to;
   __syncthreads();
-  int before = up_to - chosen, total = 0;
-#pragma unroll
-  for (int i = 0; i < WARPS; ++i) {
-    before += i < warp ? warp_sums[i] : 0;
-    total += warp_sums[i];
-  }
+  const int of_warp = lane < WARPS ? warp_sums[lane] : 0;
+  const int total = __reduce_add_sync(ALL_LANES, of_warp);
+  const int before =
+      up_to - chosen + __reduce_add_sync(ALL_LANES, lane < warp ? of_warp : 0);
   uint4* entries = reinterpret_cast<uint4*>(shared) + warp * p.stages * Attend::STAGE;
   Softmax<T, D, false, false> softmax;
   softmax.reset();
