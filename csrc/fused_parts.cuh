@@ -26,6 +26,7 @@ struct FusedShape {
   static constexpr int WARPS = Score::WARPS, THREADS = Score::THREADS;
   using Attend = AttendShape<D, false, Cache::LIKE_QUERIES, WARPS>;
   static_assert(Score::THREADS == Attend::THREADS);
+  static_assert(Score::SHARED_BYTES % 128 == 0, "queries' rows begin at multiples of it (Softmax)");
   static_assert(WARPS * Score::STAGES * Score::STAGE_CHUNKS * 16 >= FUSED_LISTED * 8,
                 "the list goes where codes were, before the counts");
   // Shared memory: first that of scoring and then entries; what both need; what each step has.

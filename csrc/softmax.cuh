@@ -12,10 +12,11 @@ constexpr int CHUNK = 16;  // entries that a warp takes at a time
 // Rows of 16-bit elements, their chunks of 16 bytes in an order that spares bank conflicts.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ (row & 7); }
 
-// swizzled(row, 2 k + half), from swizzled(row, half): what depends on k is known when compiling,
-// so that chunks 8 apart have one address.
-__device__ __forceinline__ int swizzled_pair(int of_half, int k) {
-  return (of_half ^ (k * 2 & 7)) + (k * 2 & ~7);
+// Where chunk 2 k + half of a row is in shared memory, from where its chunk `half`, 0 or 1, is: rows
+// begin at multiples of 128 bytes, so that only the bits that are swizzled change, and chunks 8
+// apart share an address.
+__device__ __forceinline__ uint32_t pair_at(uint32_t of_half, int k) {
+  return (of_half ^ (k * 2 & 7) * 16) + (k * 2 & ~7) * 16;
 }
 
 // 2^x, or 0 where that is below 2^-126, of one instruction.
@@ -53,7 +54,8 @@ struct Softmax {
     sum[0] = sum[1] = 0.0f;
   }
 
-  // Adds 16 entries. offsets: below 0 for those that do not count.
+  // Adds 16 entries, of rows that begin at multiples of 128 bytes. offsets: below 0 for those that
+  // do not count.
   __device__ void add(const uint4* queries, const uint4* keys, const uint4* values,
                       const int64_t* offsets, float scale, float cap) {
     constexpr int ROW = D / 8;
@@ -61,12 +63,16 @@ struct Softmax {
     float s[2][4] = {};
     // Of queries and values rows lane % 16, of keys others.
     const int row = lane % 16, key_row = lane % 8 + lane / 16 * 8;
-    const int half_chunk = swizzled(row, lane / 16), key_half = swizzled(key_row, lane / 8 % 2);
+    const int chunk = row * ROW + swizzled(row, lane / 16);
+    const int key_chunk = key_row * ROW + swizzled(key_row, lane / 8 % 2);
+    const uint32_t from_queries = shared_address(queries + chunk);
+    const uint32_t from_keys = shared_address(keys + key_chunk);
+    const uint32_t from_values = shared_address(values + chunk);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
       uint32_t a[4], b[4];
-      load_matrices(a, queries + row * ROW + swizzled_pair(half_chunk, k));
-      load_matrices(b, keys + key_row * ROW + swizzled_pair(key_half, k));
+      load_matrices(a, pair_at(from_queries, k));
+      load_matrices(b, pair_at(from_keys, k));
       accumulate_tiles<T>(s[0], a, b[0], b[1]);
       accumulate_tiles<T>(s[1], a, b[2], b[3]);
     }
@@ -111,7 +117,7 @@ struct Softmax {
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
       uint32_t b[4];
-      load_matrices_transposed(b, values + row * ROW + swizzled_pair(half_chunk, i));
+      load_matrices_transposed(b, pair_at(from_values, i));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float(&o)[WIDE ? 4 : 2] = out[2 * i + j];
