@@ -122,6 +122,8 @@ __device__ __forceinline__ void fetch_entries(const AttendParams& p, const int64
   static_assert(AT_ONCE >= 1);
   const int lane = threadIdx.x % 32, first = lane / PIECES, piece = lane % PIECES;
   const char *keys = keep(p.keys + piece * 16), *values = keep(p.values + piece * 16);
+  const uint32_t of_first =
+      shared_address(to + first * PIECES + (Shape::FLOAT8 ? piece : swizzled(first, piece)));
   int64_t mine[CHUNK / AT_ONCE];
 #pragma unroll
   for (int i = 0; i < CHUNK / AT_ONCE; ++i) mine[i] = offsets[i * AT_ONCE + first];
@@ -131,11 +133,10 @@ __device__ __forceinline__ void fetch_entries(const AttendParams& p, const int64
     const int64_t offset = mine[i];
     const int none = static_cast<int>(offset >> 32);  // negative
     const int64_t from = offset & ~(offset >> 63);
-    // swizzled(entry + first, piece): the sum is one of different bits.
-    const int at = Shape::FLOAT8 ? lane : first * PIECES + (swizzled(first, piece) ^ (entry & 7));
-    uint4* key = to + at + entry * PIECES;
+    // swizzled(entry + first, piece), as in pair_at: the sum is one of different bits.
+    const uint32_t key = (of_first ^ (Shape::FLOAT8 ? 0 : entry & 7) * 16) + entry * PIECES * 16;
     copy_async_or_zero(key, keys + from, none);
-    copy_async_or_zero(key + CHUNK * PIECES, values + from, none);
+    copy_async_or_zero(key + CHUNK * PIECES * 16, values + from, none);
   }
 }
 

@@ -42,11 +42,14 @@ __device__ __forceinline__ void prefetch(const void* from) {
 
 // The same of 16 bytes, or zeros if `none` is negative: in one instruction more than the copy,
 // where a number of bytes takes seven.
-__device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, int none) {
+__device__ __forceinline__ void copy_async_or_zero(uint32_t to, const void* from, int none) {
   asm volatile("{ .reg .pred none; setp.lt.s32 none, %2, 0; "
-               "cp.async.cg.shared.global [%0], [%1], 16, none; }" ::"r"(shared_address(to)),
+               "cp.async.cg.shared.global [%0], [%1], 16, none; }" ::"r"(to),
                "l"(from), "r"(none)
                : "memory");
+}
+__device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, int none) {
+  copy_async_or_zero(shared_address(to), from, none);
 }
 
 // The same of 8 bytes.
