@@ -71,6 +71,7 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
     const int token = (part + run / RUNS * parts) * STEP + run % RUNS * RUN;
     if (token < len) copy_async_4(blocks + run, table + block_of(p.attend.rows, token));
   }
+  if (threadIdx.x < FEW) few[threadIdx.x] = 0;
   if (threadIdx.x == 0) *few_listed = 0;
   const bool selects = len > budget;
 
@@ -292,12 +293,12 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
         }
         __syncthreads();
         // Every warp for itself.
-        const uint64_t key = lane < found.count ? few[lane] : 0;
+        const uint64_t key = few[lane];
         int rank = 1;
 #pragma unroll 1
         for (int i = 0; i < found.count; i += 4) {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) rank += i + j < found.count && few[i + j] > key;
+          for (int j = 0; j < 4; ++j) rank += few[i + j] > key;  // beyond the count they are zero
         }
         const unsigned who = __ballot_sync(ALL_LANES, lane < found.count && rank == found.rank);
         threshold = few[who ? __ffs(who) - 1 : 0];
