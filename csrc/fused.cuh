@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
   // 4 i + j of the tile bit 4 i + j of its marks.
   const int quads = own * (STEP / 4), tiles = (own + Shape::TILE_STEPS - 1) / Shape::TILE_STEPS;
   auto quad_of = [&](int tile, int i) { return (tile * 8 + i) * THREADS + threadIdx.x; };
-  auto token_of = [&](int quad) {
+  auto token_of = [&](unsigned quad) -> int {
     return (part + quad / (STEP / 4) * parts) * STEP + quad % (STEP / 4) * 4;
   };
   auto quad_and_token = [&](int tile, int bit, int& quad) {
@@ -94,14 +94,12 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
            static_cast<int64_t>(slot) * p.attend.entry_bytes;
   };
   // Calls visit(i, quad, valid) for each of a tile's quads, with a bit for each of the four that
-  // is a token.
+  // is a token. Beyond the CTA's quads there is none, and `quad` is the last one, to be read.
   auto for_quads = [&](int tile, auto visit) {
 #pragma unroll 2
     for (int i = 0; i < 8; ++i) {
-      const int quad = quad_of(tile, i);
-      if (quad >= quads) continue;
-      const int left = len - token_of(quad);
-      visit(i, quad, left >= 4 ? 15u : left > 0 ? (1u << left) - 1 : 0u);
+      const int quad = quad_of(tile, i), left = min(max(len - token_of(quad), 0), 4);
+      visit(i, min(quad, quads - 1), 15u >> (4 - left));
     }
   };
 
@@ -174,32 +172,39 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
     const float least_score = score_of_key(static_cast<uint32_t>(threshold >> INDEX_BITS));
     const bool by_score = (above & ((1u << INDEX_BITS) - 1)) == 0 && shift >= INDEX_BITS;
     int candidates = 0;
+    auto mark_tiles = [&](auto compare) {  // which gives bits of a quad
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
-      uint2 mark = make_uint2(0, 0);
-      for_quads(tile, [&](int i, int quad, uint32_t valid) {
-        uint32_t sure = 0, maybe = 0;
-        if (by_score) {
-          const float4 x = reinterpret_cast<const float4*>(scores)[quad];
+      for (int tile = 0; tile < tiles; ++tile) {
+        uint2 mark = make_uint2(0, 0);
+        for_quads(tile, [&](int i, int quad, uint32_t valid) {
+          uint32_t sure = 0, maybe = 0;
+          compare(quad, sure, maybe);
+          mark.x |= (sure & valid) << i * 4;
+          mark.y |= (maybe & ~sure & valid) << i * 4;
+        });
+        marks[tile * THREADS + threadIdx.x] = mark;
+        candidates += __popc(mark.y);
+      }
+    };
+    if (by_score) {
+      mark_tiles([&](int quad, uint32_t& sure, uint32_t& maybe) {
+        const float4 x = reinterpret_cast<const float4*>(scores)[quad];
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float score = j == 0 ? x.x : j == 1 ? x.y : j == 2 ? x.z : x.w;
-            sure |= score >= above_score ? 1u << j : 0u;
-            maybe |= score >= least_score ? 1u << j : 0u;
-          }
-        } else {
-#pragma unroll 1
-          for (int j = 0; j < 4; ++j) {
-            const uint64_t key = key_of(score_of(quad, j), token_of(quad) + j);
-            sure |= key >= above ? 1u << j : 0u;
-            maybe |= key >= threshold ? 1u << j : 0u;
-          }
+        for (int j = 0; j < 4; ++j) {
+          const float score = j == 0 ? x.x : j == 1 ? x.y : j == 2 ? x.z : x.w;
+          sure |= score >= above_score ? 1u << j : 0u;
+          maybe |= score >= least_score ? 1u << j : 0u;
         }
-        mark.x |= (sure & valid) << i * 4;
-        mark.y |= (maybe & ~sure & valid) << i * 4;
       });
-      marks[tile * THREADS + threadIdx.x] = mark;
-      candidates += __popc(mark.y);
+    } else {
+      mark_tiles([&](int quad, uint32_t& sure, uint32_t& maybe) {
+#pragma unroll 1
+        for (int j = 0; j < 4; ++j) {
+          const uint64_t key = key_of(score_of(quad, j), token_of(quad) + j);
+          sure |= key >= above ? 1u << j : 0u;
+          maybe |= key >= threshold ? 1u << j : 0u;
+        }
+      });
     }
     if (settles) {
       const int up_to = sum_up_to(candidates);
