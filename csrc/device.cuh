@@ -245,6 +245,17 @@ __device__ __forceinline__ T* in_cta(T* mine, int rank) {
 #endif
 }
 
+// Makes zeros of N integers, with all THREADS of the CTA. How often a thread takes its turn is known
+// when compiling, where it is not of a loop that begins with threadIdx.x.
+template <int N, int THREADS>
+__device__ __forceinline__ void fill_zeros(int* to) {
+  static_assert(N % (THREADS * 4) == 0);
+#pragma unroll
+  for (int i = 0; i < N / 4; i += THREADS) {
+    reinterpret_cast<int4*>(to)[i + threadIdx.x] = make_int4(0, 0, 0, 0);
+  }
+}
+
 // Unsigned integers in the order of the floats; the sum makes 0.0 of -0.0.
 __device__ __forceinline__ uint32_t order_key_unless_negative_zero(float x) {
   const uint32_t bits = __float_as_uint(x);

@@ -56,8 +56,11 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
   const char* query = static_cast<const char*>(p.attend.queries.data) +
                       (mine.token * p.attend.queries.token_stride +
                        static_cast<int64_t>(head) * heads * p.attend.queries.head_stride) * 2;
+  static_assert(Attend::QUERY_CHUNKS % THREADS == 0 || Attend::QUERY_CHUNKS < THREADS);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < Attend::QUERY_CHUNKS; i += THREADS) {
+  for (int begin = 0; begin < Attend::QUERY_CHUNKS; begin += THREADS) {
+    const int i = begin + threadIdx.x;
+    if (Attend::QUERY_CHUNKS < THREADS && i >= Attend::QUERY_CHUNKS) break;
     const int row = i / Attend::ROW_CHUNKS, chunk = i % Attend::ROW_CHUNKS;
     copy_async_or_zero(queries + row * Attend::ROW_CHUNKS + swizzled(row, chunk),
                        query + min(row, heads - 1) * p.attend.queries.head_stride * 2 + chunk * 16,
@@ -133,8 +136,7 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
     };
     auto clear = [&] {
       __syncthreads();
-      int4* quads = reinterpret_cast<int4*>(counted);
-      for (int i = threadIdx.x; i < KEY_BINS / 4; i += THREADS) quads[i] = make_int4(0, 0, 0, 0);
+      fill_zeros<KEY_BINS, THREADS>(counted);
       __syncthreads();
     };
     int shift = FIRST_SHIFT;
@@ -404,11 +406,7 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
   __syncthreads();
   if (!*last) return;
   if (threadIdx.x == 0) *arrived = *global_listed = 0;
-  if (barriers > 0) {
-    for (int i = threadIdx.x; i < 2 * KEY_BINS / 4; i += THREADS) {
-      reinterpret_cast<int4*>(state)[i] = make_int4(0, 0, 0, 0);
-    }
-  }
+  if (barriers > 0) fill_zeros<2 * KEY_BINS, THREADS>(state);
   if (parts > 1) {
     merge_at_once<T, D, HEADS, THREADS>(p.attend, pair, mine.token, head, parts,
                                         reinterpret_cast<float*>(shared));

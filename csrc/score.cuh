@@ -324,7 +324,7 @@ __device__ __forceinline__ int* score_steps(const ScoreParams& p, Dtype dtype, c
     copy_commit();
   }
 
-  for (int bin = threadIdx.x; bin < KEY_BINS; bin += Shape::THREADS) counted[bin] = 0;
+  fill_zeros<KEY_BINS, Shape::THREADS>(counted);
   const float undo = loader.store(fragments, scratch);
   const QueryFragments<D, TILES> queries(fragments);
   const ScoreLane<D, TILES, HEADS> at(stages, p.queries.heads, two_groups, SUM);
