@@ -245,8 +245,8 @@ __device__ __forceinline__ T* in_cta(T* mine, int rank) {
 #endif
 }
 
-// Makes zeros of N integers, with all THREADS of the CTA. How often a thread takes its turn is known
-// when compiling, where it is not of a loop that begins with threadIdx.x.
+// Makes zeros of N integers, with all THREADS of the CTA. How often a thread takes its turn is
+// known when compiling, where it is not of a loop that begins with threadIdx.x.
 template <int N, int THREADS>
 __device__ __forceinline__ void fill_zeros(int* to) {
   static_assert(N % (THREADS * 4) == 0);

@@ -285,30 +285,7 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
         find(read_bins<THREADS>(counted), shift);
       }
       if (shift > 0) {
-#pragma unroll 1
-        for (int begin = threadIdx.x; begin < listed; begin += 4 * THREADS) {
-          unsigned which = 0;  // of four, that are read at once
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int at = begin + i * THREADS;
-            if (at < listed && list[at] >> shift == threshold >> shift) which |= 1u << i;
-          }
-#pragma unroll 1
-          for (; which; which &= which - 1) {
-            few[atomicAdd(few_listed, 1) % FEW] = list[begin + (__ffs(which) - 1) * THREADS];
-          }
-        }
-        __syncthreads();
-        // Every warp for itself.
-        const uint64_t key = few[lane];
-        int rank = 1;
-#pragma unroll 1
-        for (int i = 0; i < found.count; i += 4) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) rank += few[i + j] > key;  // beyond the count they are zero
-        }
-        const unsigned who = __ballot_sync(ALL_LANES, lane < found.count && rank == found.rank);
-        threshold = few[who ? __ffs(who) - 1 : 0];
+        threshold = ranked<THREADS>(list, listed, threshold, shift, found, few, few_listed);
       }
     }
   } else {

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "attend.cuh"
+#include "bins.cuh"
 #include "score.cuh"
 
 namespace kvx {
@@ -72,6 +73,39 @@ __device__ __forceinline__ float score_of_key(uint32_t key) {
 
 // Digits of 11 bits, but for the last of the score, which has 10.
 __device__ __forceinline__ int next_shift(int shift) { return shift == 32 ? 22 : shift - 11; }
+
+// Of those keys listed that have the bits from `shift` on in common with the threshold, and are FEW
+// at most, the one of the rank that was found. few: zeros before, as is how many are listed there.
+template <int THREADS>
+__device__ __forceinline__ uint64_t ranked(const uint64_t* list, int listed, uint64_t threshold,
+                                           int shift, Bin found, uint64_t* few, int* few_listed) {
+  static_assert(FEW == 32, "one for each lane");
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int begin = threadIdx.x; begin < listed; begin += 4 * THREADS) {
+    unsigned which = 0;  // of four, that are read at once
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = begin + i * THREADS;
+      if (at < listed && list[at] >> shift == threshold >> shift) which |= 1u << i;
+    }
+#pragma unroll 1
+    for (; which; which &= which - 1) {
+      few[atomicAdd(few_listed, 1) % FEW] = list[begin + (__ffs(which) - 1) * THREADS];
+    }
+  }
+  __syncthreads();
+  // Every warp for itself.
+  const uint64_t key = few[lane];
+  int rank = 1;
+#pragma unroll 1
+  for (int i = 0; i < found.count; i += 4) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) rank += few[i + j] > key;
+  }
+  const unsigned who = __ballot_sync(ALL_LANES, lane < found.count && rank == found.rank);
+  return few[who ? __ffs(who) - 1 : 0];
+}
 
 // A barrier of all CTAs of a row and head, in two halves: what they wrote before they came is
 // there to read for who has waited. `times`: of all barriers of the launch. Waiting for CTAs is

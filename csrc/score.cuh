@@ -262,7 +262,7 @@ __device__ __forceinline__ int* score_steps(const ScoreParams& p, Dtype dtype, c
 
   // Under way while addresses are looked up.
   const QueryLoader<D, TILES, HEADS, true, Shape::THREADS> loader(p.queries, dtype, row.token,
-                                                                     head);
+                                                                  head);
   uint4* fragments = shared + Shape::WARPS * Shape::STAGES * Shape::STAGE_CHUNKS;
   int* counted = reinterpret_cast<int*>(fragments + Shape::QUERY_CHUNKS);
   float* scratch = reinterpret_cast<float*>(counted + KEY_BINS);

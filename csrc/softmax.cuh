@@ -12,9 +12,9 @@ constexpr int CHUNK = 16;  // entries that a warp takes at a time
 // Rows of 16-bit elements, their chunks of 16 bytes in an order that spares bank conflicts.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ (row & 7); }
 
-// Where chunk 2 k + half of a row is in shared memory, from where its chunk `half`, 0 or 1, is: rows
-// begin at multiples of 128 bytes, so that only the bits that are swizzled change, and chunks 8
-// apart share an address.
+// Where chunk 2 k + half of a row is in shared memory, from where its chunk `half`, 0 or 1, is:
+// rows begin at multiples of 128 bytes, so that only the bits that are swizzled change, and chunks
+// 8 apart share an address.
 __device__ __forceinline__ uint32_t pair_at(uint32_t of_half, int k) {
   return (of_half ^ (k * 2 & 7) * 16) + (k * 2 & ~7) * 16;
 }
