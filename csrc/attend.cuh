@@ -5,6 +5,7 @@
 // the same order.
 #pragma once
 
+#include "entries.cuh"
 #include "int8.cuh"
 #include "launch.cuh"
 #include "params.h"
@@ -113,38 +114,16 @@ __device__ __forceinline__ void merge(const AttendParams& p, int64_t pair, int t
   }
 }
 
-// A warp's copies of the keys and values of 16 entries; offsets: of these, below 0 for those that
-// do not count.
-template <typename Shape>
-__device__ __forceinline__ void fetch_entries(const AttendParams& p, const int64_t* offsets,
-                                              uint4* to) {
-#pragma unroll
-  for (int i = threadIdx.x % 32; i < CHUNK * Shape::CACHE_CHUNKS; i += 32) {
-    const int entry = i / Shape::CACHE_CHUNKS, piece = i % Shape::CACHE_CHUNKS;
-    const int64_t offset = offsets[entry];
-    const int64_t from = max(offset, static_cast<int64_t>(0)) + piece * 16;
-    const int at = Shape::FLOAT8 ? i : entry * Shape::CACHE_CHUNKS + swizzled(entry, piece);
-    copy_async_or_zero(to + at, p.keys + from, offset >= 0);
-    copy_async_or_zero(to + CHUNK * Shape::CACHE_CHUNKS + at, p.values + from, offset >= 0);
-  }
-}
-
-// Where an entry of a row lies in keys and in values, in bytes. table: the row's.
-__device__ __forceinline__ int64_t offset_of(const AttendParams& p, const int* table, int kv_head,
-                                             int entry) {
-  return table[entry / p.rows.block_size] * p.block_bytes + kv_head * p.head_bytes +
-         entry % p.rows.block_size * p.entry_bytes;
-}
-
 // Adds up what the warps of a CTA have and writes it: the result if there is one split, else its
-// part. warp_out: a warp's sums, `warp_floats` before the next one's.
-template <typename T, int D, int WARPS>
-__device__ __forceinline__ void write_part(const AttendParams& p, int64_t pair, int token,
+// part. warp_out: a warp's sums, `warp_floats` before the next one's. Index: an integer for places
+// in the parts of all.
+template <typename T, int D, int WARPS, typename Index>
+__device__ __forceinline__ void write_part(const AttendParams& p, Index pair, int token,
                                            int kv_head, int split, int splits,
                                            const float* warp_out, int warp_floats,
                                            const float* largest, const float* sums) {
   const int heads = p.queries.heads;
-  const int64_t first_head = pair * heads;
+  const Index first_head = pair * heads;
   for (int i = threadIdx.x * 4; i < heads * D; i += WARPS * 32 * 4) {
     const int head = i / D, d = i % D;
     float top = -infinity(), sum = 0.0f;
@@ -154,24 +133,24 @@ __device__ __forceinline__ void write_part(const AttendParams& p, int64_t pair, 
     if (splits == 1 && p.sinks != nullptr) {  // Of several CTAs the last one adds it.
       const float sink = sink_of<T>(p, kv_head * heads + head);
       top = fmaxf(top, sink);
-      sum = exp2f(sink - top);
+      sum = exp2_or_zero(sink - top);
     }
     const float shift = top == -infinity() ? 0.0f : top;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-      const float weight = exp2f(largest[w * 16 + head] - shift);
+      const float weight = exp2_or_zero(largest[w * 16 + head] - shift);
       sum += weight * sums[w * 16 + head];
       add_scaled(out, weight, reinterpret_cast<const float4*>(warp_out + w * warp_floats + i)[0]);
     }
-    const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
+    const float scale = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;  // it is 1 at least
     out = make_float4(out.x * scale, out.y * scale, out.z * scale, out.w * scale);
     if (splits == 1) {
       write_out<T>(p, token, kv_head * heads + head, d, out);
       continue;
     }
-    const int64_t at = (first_head + head) * p.splits + split;
+    const Index at = (first_head + head) * p.splits + split;
     *reinterpret_cast<float4*>(p.partial_out + at * D + d) = out;
-    if (d == 0) p.partial_lse[at] = sum > 0.0f ? top + log2f(sum) : -infinity();
+    if (d == 0) p.partial_lse[at] = sum > 0.0f ? top + log2_of_normal(sum) : -infinity();
   }
 }
 

@@ -63,20 +63,18 @@ __device__ __noinline__ Bin find_bin(const Bins<THREADS> bins, int wanted, int* 
   if (lane == 31) warp_sums[warp] = before;
   if (threadIdx.x < 3) found[threadIdx.x] = 0;
   __syncthreads();
-  before -= sum;
-  #pragma unroll 4
-  for (int i = 0; i < warp; ++i) before += warp_sums[i];
+  before += __reduce_add_sync(ALL_LANES, lane < warp ? warp_sums[lane] : 0) - sum;
   const int highest = KEY_BINS - 1 - threadIdx.x * QUADS * 4;
+  int rank = wanted - before;
+  if (rank > 0 && rank <= sum) {  // one thread, whose bins before the right one have less
+    int bin = highest, count = bins.quads[QUADS - 1].w;
 #pragma unroll
-  for (int i = 0; i < QUADS * 4; ++i) {
-    const int4 quad = bins.quads[QUADS - 1 - i / 4];
-    const int count = i % 4 == 0 ? quad.w : i % 4 == 1 ? quad.z : i % 4 == 2 ? quad.y : quad.x;
-    if (before < wanted && wanted <= before + count) {
-      found[0] = highest - i;
-      found[1] = wanted - before;
-      found[2] = count;
+    for (int i = 1; i < QUADS * 4; ++i) {
+      const int4 quad = bins.quads[QUADS - 1 - i / 4];
+      const int next = i % 4 == 0 ? quad.w : i % 4 == 1 ? quad.z : i % 4 == 2 ? quad.y : quad.x;
+      if (rank > count) rank -= count, count = next, --bin;
     }
-    before += count;
+    found[0] = bin, found[1] = rank, found[2] = count;
   }
   __syncthreads();
   return {found[0], found[1], found[2]};

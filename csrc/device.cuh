@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "params.h"
+
 namespace kvx {
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
@@ -38,12 +40,16 @@ __device__ __forceinline__ void prefetch(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
-// The same, or zeros if not `valid`.
-__device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, bool valid) {
-  const int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-               "l"(from), "r"(bytes)
+// The same of 16 bytes, or zeros if `none` is negative: in one instruction more than the copy,
+// where a number of bytes takes seven.
+__device__ __forceinline__ void copy_async_or_zero(uint32_t to, const void* from, int none) {
+  asm volatile("{ .reg .pred none; setp.lt.s32 none, %2, 0; "
+               "cp.async.cg.shared.global [%0], [%1], 16, none; }" ::"r"(to),
+               "l"(from), "r"(none)
                : "memory");
+}
+__device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, int none) {
+  copy_async_or_zero(shared_address(to), from, none);
 }
 
 // The same of 8 bytes.
@@ -239,6 +245,17 @@ __device__ __forceinline__ T* in_cta(T* mine, int rank) {
 #endif
 }
 
+// Makes zeros of N integers, with all THREADS of the CTA. How often a thread takes its turn is
+// known when compiling, where it is not of a loop that begins with threadIdx.x.
+template <int N, int THREADS>
+__device__ __forceinline__ void fill_zeros(int* to) {
+  static_assert(N % (THREADS * 4) == 0);
+#pragma unroll
+  for (int i = 0; i < N / 4; i += THREADS) {
+    reinterpret_cast<int4*>(to)[i + threadIdx.x] = make_int4(0, 0, 0, 0);
+  }
+}
+
 // Unsigned integers in the order of the floats; the sum makes 0.0 of -0.0.
 __device__ __forceinline__ uint32_t order_key_unless_negative_zero(float x) {
   const uint32_t bits = __float_as_uint(x);
@@ -253,13 +270,19 @@ constexpr int KEY_SHIFT = 21;
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 
+// Of a row's blocks the one that a token lies in: token / rows.block_size.
+__device__ __forceinline__ int block_of(const Rows& rows, int token) {
+  return __umulhi(token, rows.block_factor) >> rows.block_shift;
+}
+
 // Sum over the lanes up to this one.
 __device__ __forceinline__ int sum_up_to(int x) {
-  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(ALL_LANES, x, step);
-    if (lane >= step) x += other;
+    // The shuffle itself tells whether there is such a lane.
+    asm volatile("{ .reg .pred there; .reg .s32 other; "
+                 "shfl.sync.up.b32 other|there, %0, %1, 0, 0xffffffff; "
+                 "@there add.s32 %0, %0, other; }" : "+r"(x) : "r"(step));
   }
   return x;
 }

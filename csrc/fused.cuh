@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
                                                  p.attend.splits);
   if (mine.row < 0) return;
   const int len = mine.len, part = mine.part, parts = mine.parts;
-  const int64_t pair = static_cast<int64_t>(mine.row) * gridDim.x + head;
+  const int pair = mine.row * gridDim.x + head;  // there is a CTA for each
   int budget = __shfl_sync(ALL_LANES, lane_budget, mine.row % 32);
   if (mine.row >= 32) budget = p.budgets[mine.row];
   budget = max(min(budget, p.max_units), 0);
@@ -56,19 +56,25 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
   const char* query = static_cast<const char*>(p.attend.queries.data) +
                       (mine.token * p.attend.queries.token_stride +
                        static_cast<int64_t>(head) * heads * p.attend.queries.head_stride) * 2;
-  for (int i = threadIdx.x; i < Attend::QUERY_CHUNKS; i += THREADS) {
+  static_assert(Attend::QUERY_CHUNKS % THREADS == 0 || Attend::QUERY_CHUNKS < THREADS);
+#pragma unroll 1
+  for (int begin = 0; begin < Attend::QUERY_CHUNKS; begin += THREADS) {
+    const int i = begin + threadIdx.x;
+    if (Attend::QUERY_CHUNKS < THREADS && i >= Attend::QUERY_CHUNKS) break;
     const int row = i / Attend::ROW_CHUNKS, chunk = i % Attend::ROW_CHUNKS;
-    const bool held = row < heads;
     copy_async_or_zero(queries + row * Attend::ROW_CHUNKS + swizzled(row, chunk),
-                       query + (held ? row : 0) * p.attend.queries.head_stride * 2 + chunk * 16,
-                       held);
+                       query + min(row, heads - 1) * p.attend.queries.head_stride * 2 + chunk * 16,
+                       heads - 1 - row);
   }
-  const int all = (len + STEP - 1) / STEP, own = (all - part + parts - 1) / parts;
+  const int all = (len + STEP - 1) / STEP;
+  const int own = static_cast<unsigned>(all - part + parts - 1) / parts;
   const int* table = p.attend.rows.block_table + mine.request * p.attend.rows.block_table_stride;
+#pragma unroll 1
   for (int run = threadIdx.x; run < own * RUNS; run += THREADS) {
     const int token = (part + run / RUNS * parts) * STEP + run % RUNS * RUN;
-    if (token < len) copy_async_4(blocks + run, table + token / p.attend.rows.block_size);
+    if (token < len) copy_async_4(blocks + run, table + block_of(p.attend.rows, token));
   }
+  if (threadIdx.x < FEW) few[threadIdx.x] = 0;
   if (threadIdx.x == 0) *few_listed = 0;
   const bool selects = len > budget;
 
@@ -76,7 +82,7 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
   // 4 i + j of the tile bit 4 i + j of its marks.
   const int quads = own * (STEP / 4), tiles = (own + Shape::TILE_STEPS - 1) / Shape::TILE_STEPS;
   auto quad_of = [&](int tile, int i) { return (tile * 8 + i) * THREADS + threadIdx.x; };
-  auto token_of = [&](int quad) {
+  auto token_of = [&](unsigned quad) -> int {
     return (part + quad / (STEP / 4) * parts) * STEP + quad % (STEP / 4) * 4;
   };
   auto quad_and_token = [&](int tile, int bit, int& quad) {
@@ -85,19 +91,18 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
   };
   auto score_of = [&](int quad, int bit) { return scores[quad * 4 + bit % 4]; };
   auto offset_at = [&](int quad, int token) {
-    const int block = blocks[quad / (RUN / 4)];
-    return block * p.attend.block_bytes + head * p.attend.head_bytes +
-           token % p.attend.rows.block_size * p.attend.entry_bytes;
+    const uint32_t block = blocks[quad / (RUN / 4)];  // unsigned, and products are shorter
+    const uint32_t slot = token - block_of(p.attend.rows, token) * p.attend.rows.block_size;
+    return static_cast<int64_t>(block) * p.attend.block_bytes + head * p.attend.head_bytes +
+           static_cast<int64_t>(slot) * p.attend.entry_bytes;
   };
   // Calls visit(i, quad, valid) for each of a tile's quads, with a bit for each of the four that
-  // is a token.
+  // is a token. Beyond the CTA's quads there is none, and `quad` is the last one, to be read.
   auto for_quads = [&](int tile, auto visit) {
-#pragma unroll
+#pragma unroll 2
     for (int i = 0; i < 8; ++i) {
-      const int quad = quad_of(tile, i);
-      if (quad >= quads) continue;
-      const int left = len - token_of(quad);
-      visit(i, quad, left >= 4 ? 15u : left > 0 ? (1u << left) - 1 : 0u);
+      const int quad = quad_of(tile, i), left = min(max(len - token_of(quad), 0), 4);
+      visit(i, min(quad, quads - 1), 15u >> (4 - left));
     }
   };
 
@@ -108,7 +113,8 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
     const WarpSteps steps = {part + parts * warp, parts * WARPS, (own - warp + WARPS - 1) / WARPS,
                              scores + warp * STEP, WARPS * STEP};
     int* counted = score_steps<typename Shape::Score, D, 1, HEADS, false>(
-        p.score, mine, head, steps, reinterpret_cast<uint4*>(shared), [&] {
+        p.score, std::is_same_v<T, BFloat16> ? Dtype::BFLOAT16 : Dtype::FLOAT16, mine, head, steps,
+        reinterpret_cast<uint4*>(shared), [&] {
           // What is read and written next has long been out of the caches.
           if (warp > 0) return;
           prefetch(state + lane * 32);
@@ -130,8 +136,7 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
     };
     auto clear = [&] {
       __syncthreads();
-      int4* quads = reinterpret_cast<int4*>(counted);
-      for (int i = threadIdx.x; i < KEY_BINS / 4; i += THREADS) quads[i] = make_int4(0, 0, 0, 0);
+      fill_zeros<KEY_BINS, THREADS>(counted);
       __syncthreads();
     };
     int shift = FIRST_SHIFT;
@@ -165,34 +170,43 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
     const bool settles = shift > 0 && found.count > found.rank;
     sure_only = !settles;
     const uint64_t above = settles ? threshold + (uint64_t{1} << shift) : threshold;
-    const uint32_t above_score = static_cast<uint32_t>(above >> INDEX_BITS);
-    const uint32_t least_score = static_cast<uint32_t>(threshold >> INDEX_BITS);
+    const float above_score = score_of_key(static_cast<uint32_t>(above >> INDEX_BITS));
+    const float least_score = score_of_key(static_cast<uint32_t>(threshold >> INDEX_BITS));
     const bool by_score = (above & ((1u << INDEX_BITS) - 1)) == 0 && shift >= INDEX_BITS;
     int candidates = 0;
+    auto mark_tiles = [&](auto compare) {  // which gives bits of a quad
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
-      uint2 mark = make_uint2(0, 0);
-      for_quads(tile, [&](int i, int quad, uint32_t valid) {
+      for (int tile = 0; tile < tiles; ++tile) {
+        uint2 mark = make_uint2(0, 0);
+        for_quads(tile, [&](int i, int quad, uint32_t valid) {
+          uint32_t sure = 0, maybe = 0;
+          compare(quad, sure, maybe);
+          mark.x |= (sure & valid) << i * 4;
+          mark.y |= (maybe & ~sure & valid) << i * 4;
+        });
+        marks[tile * THREADS + threadIdx.x] = mark;
+        candidates += __popc(mark.y);
+      }
+    };
+    if (by_score) {
+      mark_tiles([&](int quad, uint32_t& sure, uint32_t& maybe) {
         const float4 x = reinterpret_cast<const float4*>(scores)[quad];
-        uint32_t sure = 0, maybe = 0;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float score = j == 0 ? x.x : j == 1 ? x.y : j == 2 ? x.z : x.w;
-          if (by_score) {
-            const uint32_t key = order_key_unless_negative_zero(score);
-            sure |= key >= above_score ? 1u << j : 0u;
-            maybe |= key >= least_score ? 1u << j : 0u;
-          } else {
-            const uint64_t key = key_of(score, token_of(quad) + j);
-            sure |= key >= above ? 1u << j : 0u;
-            maybe |= key >= threshold ? 1u << j : 0u;
-          }
+          sure |= score >= above_score ? 1u << j : 0u;
+          maybe |= score >= least_score ? 1u << j : 0u;
         }
-        mark.x |= (sure & valid) << i * 4;
-        mark.y |= (maybe & ~sure & valid) << i * 4;
       });
-      marks[tile * THREADS + threadIdx.x] = mark;
-      candidates += __popc(mark.y);
+    } else {
+      mark_tiles([&](int quad, uint32_t& sure, uint32_t& maybe) {
+#pragma unroll 1
+        for (int j = 0; j < 4; ++j) {
+          const uint64_t key = key_of(score_of(quad, j), token_of(quad) + j);
+          sure |= key >= above ? 1u << j : 0u;
+          maybe |= key >= threshold ? 1u << j : 0u;
+        }
+      });
     }
     if (settles) {
       const int up_to = sum_up_to(candidates);
@@ -249,9 +263,10 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
           const int at = begin + i * THREADS;
-          if (at >= listed) break;
-          list[at] = keys[i];
-          atomicAdd(counted + digit(keys[i], known, shift), 1);
+          if (at < listed) {
+            list[at] = keys[i];
+            atomicAdd(counted + digit(keys[i], known, shift), 1);
+          }
         }
       }
       __syncthreads();
@@ -270,18 +285,7 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
         find(read_bins<THREADS>(counted), shift);
       }
       if (shift > 0) {
-#pragma unroll 4
-        for (int i = threadIdx.x; i < listed; i += THREADS) {
-          const uint64_t key = list[i];
-          if (key >> shift == threshold >> shift) few[atomicAdd(few_listed, 1) % FEW] = key;
-        }
-        __syncthreads();
-        // Every warp for itself.
-        const uint64_t key = lane < found.count ? few[lane] : 0;
-        int rank = 1;
-        for (int i = 0; i < found.count; ++i) rank += few[i] > key;
-        const unsigned who = __ballot_sync(ALL_LANES, lane < found.count && rank == found.rank);
-        threshold = few[who ? __ffs(who) - 1 : 0];
+        threshold = ranked<THREADS>(list, listed, threshold, shift, found, few, few_listed);
       }
     }
   } else {
@@ -317,12 +321,10 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
   const int up_to = sum_up_to(chosen);
   if (lane == 31) warp_sums[warp] = up_to;
   __syncthreads();
-  int before = up_to - chosen, total = 0;
-#pragma unroll
-  for (int i = 0; i < WARPS; ++i) {
-    before += i < warp ? warp_sums[i] : 0;
-    total += warp_sums[i];
-  }
+  const int of_warp = lane < WARPS ? warp_sums[lane] : 0;
+  const int total = __reduce_add_sync(ALL_LANES, of_warp);
+  const int before =
+      up_to - chosen + __reduce_add_sync(ALL_LANES, lane < warp ? of_warp : 0);
   uint4* entries = reinterpret_cast<uint4*>(shared) + warp * p.stages * Attend::STAGE;
   Softmax<T, D, false, false> softmax;
   softmax.reset();
@@ -381,14 +383,10 @@ __global__ void __launch_bounds__(FusedShape<D, HEADS>::THREADS, 1)
   __syncthreads();
   if (!*last) return;
   if (threadIdx.x == 0) *arrived = *global_listed = 0;
-  if (barriers > 0) {
-    for (int i = threadIdx.x; i < 2 * KEY_BINS / 4; i += THREADS) {
-      reinterpret_cast<int4*>(state)[i] = make_int4(0, 0, 0, 0);
-    }
-  }
+  if (barriers > 0) fill_zeros<2 * KEY_BINS, THREADS>(state);
   if (parts > 1) {
-    merge_at_once<T, D, THREADS>(p.attend, pair, mine.token, head, parts,
-                                 reinterpret_cast<float*>(shared));
+    merge_at_once<T, D, HEADS, THREADS>(p.attend, pair, mine.token, head, parts,
+                                        reinterpret_cast<float*>(shared));
   }
 #endif
 }

@@ -21,6 +21,8 @@ struct Rows {
   int64_t block_table_stride;
   int block_size;
   int count;                 // R
+  uint32_t block_factor;     // block_of (device.cuh) divides by the block size by these
+  int block_shift;
 };
 
 struct Queries {

@@ -34,6 +34,11 @@ template <int STEP, int WARPS, bool ONE_WAVE = false>
 __device__ __forceinline__ Part find_part(const ScoreParams& p, int index, int heads, int launched,
                                           int most = 0) {
   const int lane = threadIdx.x % 32, rows = p.rows.count;
+  if (ONE_WAVE && rows == 1) {
+    const int len = p.rows.lens[0];
+    const Part only = {0, index, min(launched, most), len, p.rows.tokens[0], p.rows.requests[0], 0};
+    return len > 0 && index < only.parts ? only : Part{-1};
+  }
   auto load = [&](int row) {
     if (row >= rows) return Part{};
     return Part{row, 0, 0, p.rows.lens[row], p.rows.tokens[row], p.rows.requests[row],
@@ -42,6 +47,7 @@ __device__ __forceinline__ Part find_part(const ScoreParams& p, int index, int h
   auto steps_of = [](int len) { return (len + STEP - 1) / STEP; };
   Part mine = load(lane);  // all at once: each is a trip to memory
   int len = mine.len, all = steps_of(len), live = len > 0;
+#pragma unroll 1
   for (int row = lane + 32; row < rows; row += 32) {
     const int other = p.rows.lens[row];
     all += steps_of(other), live += other > 0;

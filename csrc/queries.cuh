@@ -34,7 +34,7 @@ struct QueryLoader {
   uint4 raw[PER];
   Dtype dtype;
 
-  __device__ QueryLoader(const Queries& queries, int token, int kv_head) : dtype(queries.dtype) {
+  __device__ QueryLoader(const Queries& queries, Dtype of, int token, int kv_head) : dtype(of) {
     const int64_t first = token * queries.token_stride +
                           static_cast<int64_t>(kv_head) * queries.heads * queries.head_stride;
     const char* base = static_cast<const char*>(queries.data) + first * 2;
@@ -60,9 +60,8 @@ struct QueryLoader {
         largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
       }
     }
-    for (int step = 16; step; step /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, step));
-    }
+    // As integers numbers that are not negative have the same order.
+    largest = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(largest)));
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = largest;
     __syncthreads();
 #pragma unroll
@@ -105,7 +104,10 @@ __device__ __forceinline__ void add_histogram(const int* counted, int* histogram
   for (int i = 0; i < PER; ++i) counts[i] = counted[i * THREADS + threadIdx.x];
 #pragma unroll
   for (int i = 0; i < PER; ++i) {
-    if (counts[i]) atomicAdd(histogram + i * THREADS + threadIdx.x, counts[i]);
+    // Without the branch that atomicAdd would get.
+    asm volatile("{ .reg .pred any; setp.ne.s32 any, %1, 0; "
+                 "@any red.relaxed.gpu.global.add.s32 [%0], %1; }"
+                 ::"l"(histogram + threadIdx.x + i * THREADS), "r"(counts[i]) : "memory");
   }
 }
 

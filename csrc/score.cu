@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(PageShape<D, TILES>::THREADS, 2)
   const int first = share_begin(steps, cta_warp + warp, warps);
   const int last = share_begin(steps, cta_warp + warp + 1, warps);
 
-  const QueryLoader<D, TILES, 8, false, Shape::THREADS> loader(p.queries, token, head);
+  const QueryLoader<D, TILES, 8, false, Shape::THREADS> loader(p.queries, p.queries.dtype, token,
+                                                               head);
   uint4* queries = reinterpret_cast<uint4*>(dynamic_shared());
   int* counted = reinterpret_cast<int*>(queries + Shape::QUERY_CHUNKS);
   float* scratch = reinterpret_cast<float*>(counted + KEY_BINS);

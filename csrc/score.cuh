@@ -247,10 +247,11 @@ struct WarpSteps {
 
 // Scores a warp's steps and counts them. All warps of the CTA take part, of one row and head; the
 // shared memory is that of ScoreShape. Returns counts by the top 11 bits, of the CTA.
-// before_last is called by every warp when all that it reads is under way.
+// dtype: of the queries, a constant where it is known. before_last is called by every warp when all
+// that it reads is under way.
 template <typename Shape, int D, int TILES, int HEADS, bool SUM, typename BeforeLast>
-__device__ __forceinline__ int* score_steps(const ScoreParams& p, const Part& row, int head,
-                                            const WarpSteps& steps, uint4* shared,
+__device__ __forceinline__ int* score_steps(const ScoreParams& p, Dtype dtype, const Part& row,
+                                            int head, const WarpSteps& steps, uint4* shared,
                                             BeforeLast before_last) {
   const int len = row.len;
   // From one lane: the compiler then knows that it is the same in all.
@@ -260,7 +261,8 @@ __device__ __forceinline__ int* score_steps(const ScoreParams& p, const Part& ro
   const bool two_groups = p.group < STEP;
 
   // Under way while addresses are looked up.
-  const QueryLoader<D, TILES, HEADS, true, Shape::THREADS> loader(p.queries, row.token, head);
+  const QueryLoader<D, TILES, HEADS, true, Shape::THREADS> loader(p.queries, dtype, row.token,
+                                                                  head);
   uint4* fragments = shared + Shape::WARPS * Shape::STAGES * Shape::STAGE_CHUNKS;
   int* counted = reinterpret_cast<int*>(fragments + Shape::QUERY_CHUNKS);
   float* scratch = reinterpret_cast<float*>(counted + KEY_BINS);
@@ -280,19 +282,20 @@ __device__ __forceinline__ int* score_steps(const ScoreParams& p, const Part& ro
   auto token_of = [&](int run) {
     return (steps.first + run / RUNS * steps.apart) * STEP + run % RUNS * RUN;
   };
-  auto block_of = [&](int run) {
+  auto block_at = [&](int run) {
     const int first_token = token_of(run + lane);
-    return first_token < full ? table[first_token / p.rows.block_size] : 0;
+    return first_token < full ? table[block_of(p.rows, first_token)] : 0;
   };
-  int window = -32, next_block = steps.count > 0 ? block_of(0) : 0;
+  int window = -32, next_block = steps.count > 0 ? block_at(0) : 0;
   uint32_t codes_at = 0, scales_at = 0;
   // Of tokens that are in no full group something else is read, and not used.
   auto fetch = [&](int index) {
     if (index * RUNS >= window + 32) {
       window += 32;
       const uint32_t block = next_block;
-      next_block = block_of(window + 32);  // not waited for
-      const int slot = token_of(window + lane) % p.rows.block_size;
+      next_block = block_at(window + 32);  // not waited for
+      const int token = token_of(window + lane);
+      const int slot = token - block_of(p.rows, token) * p.rows.block_size;
       codes_at = block * static_cast<uint32_t>(p.code_block_bytes / 16) + slot * D / 128;
       scales_at = block * static_cast<uint32_t>(p.scale_block_bytes / 16) +
                   (slot >> group_bits) * Shape::SCALE_CHUNKS;
@@ -321,7 +324,7 @@ __device__ __forceinline__ int* score_steps(const ScoreParams& p, const Part& ro
     copy_commit();
   }
 
-  for (int bin = threadIdx.x; bin < KEY_BINS; bin += Shape::THREADS) counted[bin] = 0;
+  fill_zeros<KEY_BINS, Shape::THREADS>(counted);
   const float undo = loader.store(fragments, scratch);
   const QueryFragments<D, TILES> queries(fragments);
   const ScoreLane<D, TILES, HEADS> at(stages, p.queries.heads, two_groups, SUM);

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(ScoreShape<D, TILES, HEADS>::THREADS, D == 256
   float* out = p.scores + head * p.score_stride + mine.offset + first * STEP;
   const WarpSteps steps = {first, 1, last - first, out, STEP};
   const int* counted = score_steps<Shape, D, TILES, HEADS, SUM>(
-      p, mine, head, steps, reinterpret_cast<uint4*>(dynamic_shared()), [] {});
+      p, p.queries.dtype, mine, head, steps, reinterpret_cast<uint4*>(dynamic_shared()), [] {});
   const int64_t pair = static_cast<int64_t>(mine.row) * gridDim.x + head;
   add_histogram<Shape::THREADS>(counted, p.histogram + pair * KEY_BINS);
 }

@@ -12,6 +12,27 @@ constexpr int CHUNK = 16;  // entries that a warp takes at a time
 // Rows of 16-bit elements, their chunks of 16 bytes in an order that spares bank conflicts.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return chunk ^ (row & 7); }
 
+// Where chunk 2 k + half of a row is in shared memory, from where its chunk `half`, 0 or 1, is:
+// rows begin at multiples of 128 bytes, so that only the bits that are swizzled change, and chunks
+// 8 apart share an address.
+__device__ __forceinline__ uint32_t pair_at(uint32_t of_half, int k) {
+  return (of_half ^ (k * 2 & 7) * 16) + (k * 2 & ~7) * 16;
+}
+
+// 2^x, or 0 where that is below 2^-126, of one instruction.
+__device__ __forceinline__ float exp2_or_zero(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// log2(x) of an x that is neither negative nor below 2^-126, likewise.
+__device__ __forceinline__ float log2_of_normal(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // x of base 2, 2 log2(e) times the ratio of a logit to its cap: what is left is cap * tanh(ratio).
 __device__ __forceinline__ float capped(float x, float cap) {
   return cap - __fdividef(2.0f * cap, 1.0f + exp2f(x));
@@ -33,19 +54,25 @@ struct Softmax {
     sum[0] = sum[1] = 0.0f;
   }
 
-  // Adds 16 entries. offsets: below 0 for those that do not count.
+  // Adds 16 entries, of rows that begin at multiples of 128 bytes. offsets: below 0 for those that
+  // do not count.
   __device__ void add(const uint4* queries, const uint4* keys, const uint4* values,
                       const int64_t* offsets, float scale, float cap) {
     constexpr int ROW = D / 8;
     const int lane = threadIdx.x % 32, quarter = lane % 4;
     float s[2][4] = {};
-    const int key_row = lane % 8 + lane / 16 * 8, key_half = lane / 8 % 2;
+    // Of queries and values rows lane % 16, of keys others.
+    const int row = lane % 16, key_row = lane % 8 + lane / 16 * 8;
+    const int chunk = row * ROW + swizzled(row, lane / 16);
+    const int key_chunk = key_row * ROW + swizzled(key_row, lane / 8 % 2);
+    const uint32_t from_queries = shared_address(queries + chunk);
+    const uint32_t from_keys = shared_address(keys + key_chunk);
+    const uint32_t from_values = shared_address(values + chunk);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
       uint32_t a[4], b[4];
-      const int row = lane % 16;
-      load_matrices(a, queries + row * ROW + swizzled(row, k * 2 + lane / 16));
-      load_matrices(b, keys + key_row * ROW + swizzled(key_row, k * 2 + key_half));
+      load_matrices(a, pair_at(from_queries, k));
+      load_matrices(b, pair_at(from_keys, k));
       accumulate_tiles<T>(s[0], a, b[0], b[1]);
       accumulate_tiles<T>(s[1], a, b[2], b[3]);
     }
@@ -68,12 +95,13 @@ struct Softmax {
       top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
       top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2));
       const float shift = top == -infinity() ? 0.0f : top;
-      const float rescale = exp2f(largest[half] - shift);
+      const float rescale = exp2_or_zero(largest[half] - shift);
       largest[half] = top;
       float added = 0.0f;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float x = exp2f(s[i][2 * half] - shift), y = exp2f(s[i][2 * half + 1] - shift);
+        const float x = exp2_or_zero(s[i][2 * half] - shift);
+        const float y = exp2_or_zero(s[i][2 * half + 1] - shift);
         added += x + y;
         weights[2 * i + half] = T::pack(x, y);
       }
@@ -86,12 +114,10 @@ struct Softmax {
         }
       }
     }
-    const int value_row = lane % 16;
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
       uint32_t b[4];
-      load_matrices_transposed(b,
-                               values + value_row * ROW + swizzled(value_row, i * 2 + lane / 16));
+      load_matrices_transposed(b, pair_at(from_values, i));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float(&o)[WIDE ? 4 : 2] = out[2 * i + j];

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <climits>
 #include <cstdint>
 
 #include "params.h"
@@ -85,9 +86,15 @@ inline Rows rows_of(const Tensor& block_table, const Tensor& tokens, const Tenso
   const int64_t rows = lens.size(0);
   STD_TORCH_CHECK(tokens.size(0) == rows && requests.size(0) == rows,
                   "tokens, requests and lens must have a value per row");
-  return {data<int>(tokens),      data<int>(requests),   data<int>(lens),
-          data<int>(block_table), block_table.stride(0), static_cast<int>(block_size),
-          static_cast<int>(rows)};
+  STD_TORCH_CHECK(block_size > 1 && block_size <= INT_MAX, "block_size must be from 2 to 2^31 - 1");
+  // n / block_size is n * factor / 2^32 / 2^shift, rounded down, for all n below 2^31: the factor
+  // is at most block_size / 2^(32 + shift) too large, and 2^(shift + 1) no less than block_size.
+  int shift = 0;
+  while (int64_t{2} << shift < block_size) ++shift;
+  const uint64_t factor = ((uint64_t{1} << (32 + shift)) + block_size - 1) / block_size;
+  return {data<int>(tokens),      data<int>(requests),           data<int>(lens),
+          data<int>(block_table), block_table.stride(0),         static_cast<int>(block_size),
+          static_cast<int>(rows), static_cast<uint32_t>(factor), shift};
 }
 
 inline Queries queries_of(const Tensor& q, int64_t num_kv_heads) {
