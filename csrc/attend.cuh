@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, CACHE>::THREADS)
     uint4* to = stages + stage * Shape::STAGE;
     if constexpr (INT8) {
       uint4* scales = stages + Shape::STAGES * Shape::STAGE + stage * Shape::SCALES;
-      fetch_int8<D>(p, places + chunk * CHUNK, to, scales);
+      fetch_int8<D>(p, kv_head, places + chunk * CHUNK, to, scales);
     } else {
       fetch_entries<Shape>(p, places + chunk * CHUNK, to);
     }
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, CACHE>::THREADS)
         entry = unit * p.unit_tokens + listed % p.unit_tokens;
       }
       if constexpr (INT8) {
-        places[i] = entry < len ? int8_place_of(p, table, kv_head, entry) : Int8Place{0, NO_SCALES};
+        places[i] = entry < len ? int8_place_of(p, table, entry) : Int8Place{0, NO_SLOT};
       } else {
         places[i] = entry < len ? offset_of(p, table, kv_head, entry) : -1;
       }

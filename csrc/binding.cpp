@@ -71,10 +71,14 @@ kvx::ScoreParams one_bit_params(const Tensor& q, const Tensor& codes, const Tens
   STD_TORCH_CHECK(codes.size(1) == scales.size(1) && codes.size(2) == p.rows.block_size &&
                       codes.size(3) == words && codes.stride(3) == 1 && codes.stride(2) == words,
                   "codes must be (blocks, G, block_size, D / 32), contiguous in the last two");
-  constexpr int64_t MOST_BYTES = int64_t{16} << 32;
-  STD_TORCH_CHECK(codes.size(0) * byte_stride(codes, 0) < MOST_BYTES &&
-                      scales.size(0) * byte_stride(scales, 0) < MOST_BYTES,
-                  "a layer's cache must be less than 64 GiB");
+  for (const Tensor& tensor : {codes, scales}) {
+    const int64_t apart = byte_stride(tensor, 0);
+    STD_TORCH_CHECK(tensor.size(0) == 1 || apart % kvx::SIDECAR_UNIT == 0,
+                    "blocks of codes and of scales must be multiples of ", kvx::SIDECAR_UNIT,
+                    " bytes apart");
+    STD_TORCH_CHECK(tensor.size(0) * apart < int64_t{kvx::SIDECAR_UNIT} << 32,
+                    "a layer's cache must be less than 1 TiB");
+  }
   p.codes = data<char>(codes);
   p.code_block_bytes = byte_stride(codes, 0);
   p.code_head_bytes = byte_stride(codes, 1);
@@ -172,8 +176,9 @@ void set_scales(kvx::AttendParams& p, const Tensor& keys, const Tensor& values,
     aligned = aligned && (keys.size(i) == 1 || byte_stride(*key_scales, i) % 8 == 0);
   }
   STD_TORCH_CHECK(aligned, "pairs of scales are not aligned to 8 bytes");
-  STD_TORCH_CHECK(keys.size(0) * byte_stride(keys, 0) < int64_t{8} << 32,
-                  "a layer's cache of int8 must be less than 32 GiB");
+  STD_TORCH_CHECK(keys.size(0) == 1 || (byte_stride(keys, 0) <= UINT32_MAX &&
+                                        byte_stride(*key_scales, 0) <= UINT32_MAX),
+                  "a block of int8 must take less than 4 GiB");
 }
 
 // What operators take that attend.

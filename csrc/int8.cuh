@@ -8,27 +8,25 @@
 
 #include <type_traits>
 
+#include "device.cuh"
 #include "params.h"
 #include "softmax.cuh"
 
 namespace kvx {
 
-// Where an entry's key lies, in 16 bytes, and its scales, in 8 bytes. A value lies behind its key,
-// and so does its scale. What does not count has no scales, and any entry in its place.
+// Where an entry lies. A value lies behind its key, and so does its scale. What does not count has
+// no slot, and any entry is copied in its place, without its scales.
 struct __align__(8) Int8Place {
-  uint32_t entry, scales;
+  uint32_t block, slot;
 };
-constexpr uint32_t NO_SCALES = 0xffffffffu;
+constexpr uint32_t NO_SLOT = 0xffffffffu;
 
 // table: a row's.
 __device__ __forceinline__ Int8Place int8_place_of(const AttendParams& p, const int* table,
-                                                   int kv_head, int entry) {
-  const int64_t block = table[entry / p.rows.block_size];
-  const int slot = entry % p.rows.block_size;
-  const int64_t at = block * p.block_bytes + kv_head * p.head_bytes + slot * p.entry_bytes;
-  const int64_t scales =
-      block * p.scale_block_bytes + kv_head * p.scale_head_bytes + slot * p.scale_entry_bytes;
-  return {static_cast<uint32_t>(at / 16), static_cast<uint32_t>(scales / 8)};
+                                                   int entry) {
+  const int block = block_of(p.rows, entry);
+  return {static_cast<uint32_t>(table[block]),
+          static_cast<uint32_t>(entry - block * p.rows.block_size)};
 }
 
 // In shared memory an entry's key or value is a row of D bytes. Its pieces of 16 bytes are in an
@@ -45,25 +43,32 @@ __device__ __forceinline__ uint32_t chunk_from(uint32_t from, int chunk) {
 
 // A warp's copies of the keys and values of 16 entries, and their pairs of scales.
 template <int D>
-__device__ __forceinline__ void fetch_int8(const AttendParams& p, const Int8Place* places,
-                                           uint4* to, uint4* to_scales) {
+__device__ __forceinline__ void fetch_int8(const AttendParams& p, int kv_head,
+                                           const Int8Place* places, uint4* to, uint4* to_scales) {
   constexpr int CHUNKS = D / 16;
   const int lane = threadIdx.x % 32, piece = lane % CHUNKS;
-  const char* keys = p.keys + piece * 16;
+  // Strides of 32 bits: an offset is then two products.
+  auto offset_of = [](const Int8Place& place, uint32_t of_block, uint32_t of_entry) {
+    const uint32_t slot = place.slot == NO_SLOT ? 0 : place.slot;
+    return static_cast<uint64_t>(place.block) * of_block + static_cast<uint64_t>(slot) * of_entry;
+  };
+  const char* keys = p.keys + kv_head * p.head_bytes + piece * 16;
+  const uint32_t block_bytes = p.block_bytes, entry_bytes = p.entry_bytes;
   char* const shared = reinterpret_cast<char*>(to);
 #pragma unroll
   for (int i = 0; i < CHUNK * CHUNKS / 32; ++i) {
     const int entry = lane / CHUNKS + i * (32 / CHUNKS);
-    const char* from = keys + static_cast<uint64_t>(places[entry].entry) * 16;
+    const char* from = keys + offset_of(places[entry], block_bytes, entry_bytes);
     char* at = shared + entry * D + (piece * 16 ^ swizzle_int8<D>(entry));
     copy_async(at, from);
     copy_async(at + CHUNK * D, from + D);
   }
   if (lane < CHUNK) {
-    const uint32_t scales = places[lane].scales;
-    const bool counts = scales != NO_SCALES;
+    const Int8Place place = places[lane];
+    const char* scales = p.key_scales + kv_head * p.scale_head_bytes;
     copy_async_8_or_zero(reinterpret_cast<float2*>(to_scales) + lane,
-                         p.key_scales + static_cast<uint64_t>(counts ? scales : 0) * 8, counts);
+                         scales + offset_of(place, p.scale_block_bytes, p.scale_entry_bytes),
+                         place.slot != NO_SLOT);
   }
 }
 

@@ -34,6 +34,10 @@ struct Queries {
   int head_dim;              // D
 };
 
+// Bytes. A run of 32 tokens' codes, a group's scales and blocks begin at multiples of it, so that
+// 32 bits say where in a layer's cache they do.
+constexpr int SIDECAR_UNIT = 256;
+
 struct ScoreParams {
   Rows rows;
   Queries queries;

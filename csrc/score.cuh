@@ -17,6 +17,8 @@ namespace kvx {
 // Tokens that a warp takes at a time: two runs, the upper and the lower rows of products. A run
 // lies in one group of tokens that share scales.
 constexpr int STEP = 64, RUNS = 2, RUN = STEP / RUNS;
+// Pieces of 16 bytes in a unit of a sidecar's places.
+constexpr int UNIT_CHUNKS = SIDECAR_UNIT / 16;
 
 // HEADS: query heads in a product's 8 columns. Of 4 heads, a second copy serves the second run.
 template <int D, int TILES, int HEADS, int OF_WARPS = D == 256 ? 4 : 8, int OF_STAGES = 4>
@@ -29,6 +31,7 @@ struct ScoreShape {
   // Of 16 bytes, in shared memory: codes, then scales, then zeros.
   static constexpr int CODE_CHUNKS = RUN * D / 128;
   static constexpr int SCALE_CHUNKS = D / 4;
+  static_assert(CODE_CHUNKS % UNIT_CHUNKS == 0 && SCALE_CHUNKS % UNIT_CHUNKS == 0);
   // What is left free keeps reads of both runs' scales at once off each other's banks.
   static constexpr int RUN_CHUNKS = CODE_CHUNKS + SCALE_CHUNKS + SCALE_CHUNKS / 8 + D / 64;
   static constexpr int STAGE_CHUNKS = RUNS * RUN_CHUNKS;
@@ -267,7 +270,7 @@ __device__ __forceinline__ int* score_steps(const ScoreParams& p, Dtype dtype, c
   int* counted = reinterpret_cast<int*>(fragments + Shape::QUERY_CHUNKS);
   float* scratch = reinterpret_cast<float*>(counted + KEY_BINS);
 
-  // Where the runs of the next steps are, one per lane, in units of 16 bytes.
+  // Where the runs of the next steps are, one per lane, in units of SIDECAR_UNIT.
   const int* table = p.rows.block_table + row.request * p.rows.block_table_stride;
   const uint4* codes = reinterpret_cast<const uint4*>(p.codes + head * p.code_head_bytes);
   const uint4* scales = reinterpret_cast<const uint4*>(p.scales + head * p.scale_head_bytes);
@@ -296,16 +299,19 @@ __device__ __forceinline__ int* score_steps(const ScoreParams& p, Dtype dtype, c
       next_block = block_at(window + 32);  // not waited for
       const int token = token_of(window + lane);
       const int slot = token - block_of(p.rows, token) * p.rows.block_size;
-      codes_at = block * static_cast<uint32_t>(p.code_block_bytes / 16) + slot * D / 128;
-      scales_at = block * static_cast<uint32_t>(p.scale_block_bytes / 16) +
-                  (slot >> group_bits) * Shape::SCALE_CHUNKS;
+      codes_at = block * static_cast<uint32_t>(p.code_block_bytes / SIDECAR_UNIT) +
+                 slot / RUN * (Shape::CODE_CHUNKS / UNIT_CHUNKS);
+      scales_at = block * static_cast<uint32_t>(p.scale_block_bytes / SIDECAR_UNIT) +
+                  (slot >> group_bits) * (Shape::SCALE_CHUNKS / UNIT_CHUNKS);
     }
     const int stage = stage_of(index);
 #pragma unroll
     for (int run = 0; run < RUNS; ++run) {
       const int from = index * RUNS + run - window;
-      const uint4* code = lane_codes + __shfl_sync(ALL_LANES, codes_at, from);
-      const uint4* scale = lane_scales + __shfl_sync(ALL_LANES, scales_at, from);
+      const uint64_t code_unit = __shfl_sync(ALL_LANES, codes_at, from);
+      const uint64_t scale_unit = __shfl_sync(ALL_LANES, scales_at, from);
+      const uint4* code = lane_codes + code_unit * UNIT_CHUNKS;
+      const uint4* scale = lane_scales + scale_unit * UNIT_CHUNKS;
 #pragma unroll
       for (int i = 0; i < Shape::CODE_CHUNKS + Shape::SCALE_CHUNKS; i += 32) {
         const int of_scale = i - Shape::CODE_CHUNKS;

@@ -65,7 +65,9 @@ def make_case(
     nhd: bool = False,
     q_scale: float = 1.0,
     seed: int = 0,
+    first_byte: int = 0,
 ) -> Case:
+    """first_byte: all blocks that are read lie behind so many bytes of the layer's cache."""
     torch.manual_seed(seed)
     random.seed(seed)
     cache_dtype = cache_dtype or dtype
@@ -78,7 +80,10 @@ def make_case(
     stride = page + sidecar_bytes // itemsize
     if cache_dtype == INT8:
         stride = scales_offset(page, sidecar_bytes) + scale_bytes(kv_heads, block_size)
-    memory = torch.full((total, stride * itemsize), 255, dtype=torch.uint8, device="cuda")
+    first = -(-first_byte // (stride * itemsize))
+    total += first
+    memory = torch.empty((total, stride * itemsize), dtype=torch.uint8, device="cuda")
+    memory[first:] = 255
     strides = (block_size * 2 * head_dim, 2 * head_dim)
     head_stride, slot_stride = (2 * head_dim, kv_heads * 2 * head_dim) if nhd else strides
     cache = memory.view(cache_dtype).as_strided(
@@ -88,7 +93,7 @@ def make_case(
     if cache_dtype == INT8:
         paged = PagedKV.of_int8(cache, head_dim, sidecar_bytes)
 
-    order = torch.randperm(total).tolist()
+    order = (first + torch.randperm(total - first)).tolist()
     table = torch.full((rows + 1, max([*blocks, 1]) + 2), NO_BLOCK, dtype=torch.int32)
     requests = torch.randperm(rows + 1)[:rows].int()
     for row, (length, count) in enumerate(zip(lens, blocks, strict=True)):
