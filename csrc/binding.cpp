@@ -74,7 +74,8 @@ kvx::ScoreParams one_bit_params(const Tensor& q, const Tensor& codes, const Tens
   constexpr int64_t MOST_BYTES = int64_t{16} << 32;
   STD_TORCH_CHECK(codes.size(0) * byte_stride(codes, 0) < MOST_BYTES &&
                       scales.size(0) * byte_stride(scales, 0) < MOST_BYTES,
-                  "a layer's cache must be less than 64 GiB");
+                  "a layer's cache must be less than 64 GiB: set KVX_RETRIEVAL_OPS=triton, or have "
+                  "policies cut the model at other layers (vllm-kvx doctor shows the groups)");
   p.codes = data<char>(codes);
   p.code_block_bytes = byte_stride(codes, 0);
   p.code_head_bytes = byte_stride(codes, 1);
@@ -173,7 +174,8 @@ void set_scales(kvx::AttendParams& p, const Tensor& keys, const Tensor& values,
   }
   STD_TORCH_CHECK(aligned, "pairs of scales are not aligned to 8 bytes");
   STD_TORCH_CHECK(keys.size(0) * byte_stride(keys, 0) < int64_t{8} << 32,
-                  "a layer's cache of int8 must be less than 32 GiB");
+                  "a layer's cache of int8 must be less than 32 GiB: set KVX_RETRIEVAL_OPS=triton, "
+                  "or have policies cut the model at other layers");
 }
 
 // What operators take that attend.
