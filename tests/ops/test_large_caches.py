@@ -6,7 +6,6 @@ was computed in 32 bits would lie elsewhere in it, where the memory of these tes
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,10 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tensor]:
     if torch.cuda.is_available():
         if torch.cuda.mem_get_info()[0] < SIZE + _SPARSE:
             pytest.skip(f"needs {SIZE >> 30} GiB of GPU memory")
-        yield torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
+        whole = torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
+        yield whole
+        # The tests that follow in this process need the memory, whoever still has the tensor.
+        whole.untyped_storage().resize_(0)
         torch.cuda.empty_cache()
         return
     path = tmp_path_factory.mktemp("large") / "cache"
@@ -59,7 +61,7 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tensor]:
         pytest.skip(f"needs a file of {SIZE >> 30} GiB with a hole: {error}")
     finally:
         # What is mapped stays until the tensor goes.
-        Path(path).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
     if taken > _SPARSE:
         pytest.skip(f"needs a file system with holes: the file takes {taken} bytes")
     yield mapped
@@ -141,13 +143,13 @@ def rows_of(layer: Layer) -> Rows:
 def retrieved(layer: Layer, reduction: str, backend: str) -> list[Tensor]:
     """Scores, the choice among them, and attention."""
     write_index(layer)
-    shape, rows, query = layer.shape, rows_of(layer), layer.query(3)
+    rows, query = rows_of(layer), layer.query(3)
     scratch = scratch_of(layer, rows, reduction, backend)
     out = torch.zeros_like(query)
     scales = dict(scale=SCALE, key_scale=1.0, value_scale=1.0)
     where = (layer.paged, layer.sidecar, layer.tables, rows.on_device)
     retrieve(query, *where, scratch, out, **scales)
-    assert out[[2, 0]].abs().amax(dim=-1).min() > 0 and shape.heads == out.shape[1]
+    assert out[[2, 0]].abs().amax(dim=-1).min() > 0
     return [scratch.scores, scratch.indices, scratch.counts, out]
 
 
@@ -180,7 +182,7 @@ def retrieve_by_softmax(layer: Layer) -> list[Tensor]:
 
 def retrieve_in_torch(layer: Layer) -> list[Tensor]:
     if layer.raw.is_cuda:
-        return []  # It is for CPUs.
+        pytest.skip("for CPUs")
     return retrieved(layer, "max", "torch")
 
 
