@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(AttendShape<D, WIDE, CACHE>::THREADS)
         entry = unit * p.unit_tokens + listed % p.unit_tokens;
       }
       if constexpr (INT8) {
-        places[i] = entry < len ? int8_place_of(p, table, entry) : Int8Place{0, NO_SLOT};
+        places[i] = entry < len ? int8_place_of(p, table, entry) : NO_PLACE;
       } else {
         places[i] = entry < len ? offset_of(p, table, kv_head, entry) : -1;
       }

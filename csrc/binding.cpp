@@ -176,9 +176,11 @@ void set_scales(kvx::AttendParams& p, const Tensor& keys, const Tensor& values,
     aligned = aligned && (keys.size(i) == 1 || byte_stride(*key_scales, i) % 8 == 0);
   }
   STD_TORCH_CHECK(aligned, "pairs of scales are not aligned to 8 bytes");
-  STD_TORCH_CHECK(keys.size(0) == 1 || (byte_stride(keys, 0) <= UINT32_MAX &&
-                                        byte_stride(*key_scales, 0) <= UINT32_MAX),
-                  "a block of int8 must take less than 4 GiB");
+  for (const Tensor& tensor : {keys, *key_scales}) {
+    STD_TORCH_CHECK((tensor.size(0) == 1 || byte_stride(tensor, 0) <= UINT32_MAX) &&
+                        byte_stride(tensor, 2) <= UINT32_MAX,
+                    "a block of int8 must take less than 4 GiB");
+  }
 }
 
 // What operators take that attend.

@@ -14,12 +14,20 @@
 
 namespace kvx {
 
-// Where an entry lies. A value lies behind its key, and so does its scale. What does not count has
-// no slot, and any entry is copied in its place, without its scales.
+// Where an entry lies. A value lies behind its key, and so does its scale. In the place of what does
+// not count another entry is copied, without its scales.
 struct __align__(8) Int8Place {
   uint32_t block, slot;
+
+  __device__ __forceinline__ bool counts() const { return static_cast<int>(block) >= 0; }
+  // Strides in bytes, of 32 bits: an offset is then two products.
+  __device__ __forceinline__ uint64_t offset(uint32_t of_block, uint32_t of_entry) const {
+    return static_cast<uint64_t>(block & ~(1u << 31)) * of_block +
+           static_cast<uint64_t>(slot) * of_entry;
+  }
 };
-constexpr uint32_t NO_SLOT = 0xffffffffu;
+// Of what does not count.
+constexpr Int8Place NO_PLACE = {1u << 31, 0};
 
 // table: a row's.
 __device__ __forceinline__ Int8Place int8_place_of(const AttendParams& p, const int* table,
@@ -47,18 +55,13 @@ __device__ __forceinline__ void fetch_int8(const AttendParams& p, int kv_head,
                                            const Int8Place* places, uint4* to, uint4* to_scales) {
   constexpr int CHUNKS = D / 16;
   const int lane = threadIdx.x % 32, piece = lane % CHUNKS;
-  // Strides of 32 bits: an offset is then two products.
-  auto offset_of = [](const Int8Place& place, uint32_t of_block, uint32_t of_entry) {
-    const uint32_t slot = place.slot == NO_SLOT ? 0 : place.slot;
-    return static_cast<uint64_t>(place.block) * of_block + static_cast<uint64_t>(slot) * of_entry;
-  };
   const char* keys = p.keys + kv_head * p.head_bytes + piece * 16;
   const uint32_t block_bytes = p.block_bytes, entry_bytes = p.entry_bytes;
   char* const shared = reinterpret_cast<char*>(to);
 #pragma unroll
   for (int i = 0; i < CHUNK * CHUNKS / 32; ++i) {
     const int entry = lane / CHUNKS + i * (32 / CHUNKS);
-    const char* from = keys + offset_of(places[entry], block_bytes, entry_bytes);
+    const char* from = keys + places[entry].offset(block_bytes, entry_bytes);
     char* at = shared + entry * D + (piece * 16 ^ swizzle_int8<D>(entry));
     copy_async(at, from);
     copy_async(at + CHUNK * D, from + D);
@@ -67,8 +70,8 @@ __device__ __forceinline__ void fetch_int8(const AttendParams& p, int kv_head,
     const Int8Place place = places[lane];
     const char* scales = p.key_scales + kv_head * p.scale_head_bytes;
     copy_async_8_or_zero(reinterpret_cast<float2*>(to_scales) + lane,
-                         scales + offset_of(place, p.scale_block_bytes, p.scale_entry_bytes),
-                         place.slot != NO_SLOT);
+                         scales + place.offset(p.scale_block_bytes, p.scale_entry_bytes),
+                         place.counts());
   }
 }
 

@@ -300,7 +300,7 @@ __device__ __forceinline__ int* score_steps(const ScoreParams& p, Dtype dtype, c
       const int token = token_of(window + lane);
       const int slot = token - block_of(p.rows, token) * p.rows.block_size;
       codes_at = block * static_cast<uint32_t>(p.code_block_bytes / SIDECAR_UNIT) +
-                 slot / RUN * (Shape::CODE_CHUNKS / UNIT_CHUNKS);
+                 static_cast<unsigned>(slot) / RUN * (Shape::CODE_CHUNKS / UNIT_CHUNKS);
       scales_at = block * static_cast<uint32_t>(p.scale_block_bytes / SIDECAR_UNIT) +
                   (slot >> group_bits) * (Shape::SCALE_CHUNKS / UNIT_CHUNKS);
     }

@@ -82,8 +82,7 @@ def make_case(
         stride = scales_offset(page, sidecar_bytes) + scale_bytes(kv_heads, block_size)
     first = -(-first_byte // (stride * itemsize))
     total += first
-    memory = torch.empty((total, stride * itemsize), dtype=torch.uint8, device="cuda")
-    memory[first:] = 255
+    memory = torch.full((total, stride * itemsize), 255, dtype=torch.uint8, device="cuda")
     strides = (block_size * 2 * head_dim, 2 * head_dim)
     head_stride, slot_stride = (2 * head_dim, kv_heads * 2 * head_dim) if nhd else strides
     cache = memory.view(cache_dtype).as_strided(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_kvx.cache.group_size import GroupChoice, choose_group_size
+from vllm_kvx.cache.group_size import GroupChoice, choose_group_size, group_layers
 from vllm_kvx.policy.layout import Layout, RetrievalLayout, Stage, check_fits, layout_of
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.spec import parse_policy
@@ -322,6 +322,13 @@ def test_choose_group_size_keeps_its_rule() -> None:
             assert choice.first_stage_padding <= 0.05 * cutoff
             # More than 8 groups only where 8 cannot be had, and then nothing is wasted.
             assert sum(choice.groups_per_stage) <= 8 or choice.padding_layers == 0
+
+
+def test_a_stage_of_one_layer_between_others_makes_many_groups() -> None:
+    """vLLM makes none larger than the smallest stage, unless the largest is nearly as small."""
+    assert group_layers((23, 1, 8)) == GroupChoice(1, (23, 1, 8), 0, 0)
+    assert group_layers((23, 1, 8)).has_many
+    assert not group_layers((24, 8)).has_many
 
 
 @pytest.mark.parametrize("segments", [(), (0,), (24, 0), (-1, 4)])

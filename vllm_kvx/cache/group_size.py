@@ -12,6 +12,8 @@ from vllm_kvx.policy.storage import stored_len
 MAX_GROUPS = 8
 # Share of the first stage's layers: what padding may cost to stay within MAX_GROUPS.
 MAX_FIRST_PADDING = 0.05
+# What to do about more groups than that.
+FEWER_GROUPS = "have policies cut the model at the same layers, or several layers apart"
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,11 @@ class GroupChoice:
     groups_per_stage: tuple[int, ...]
     padding_layers: int
     first_stage_padding: int
+
+    @property
+    def has_many(self) -> bool:
+        """Whether there are more than MAX_GROUPS: every one costs time in every step."""
+        return sum(self.groups_per_stage) > MAX_GROUPS
 
     def says(self, stage_sizes: Sequence[int]) -> str:
         """How the layers of the stages are shared out, as the log says it."""

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_kvx.cache.group_size import buckets_of, group_layers
+from vllm_kvx.cache.group_size import FEWER_GROUPS, buckets_of, group_layers
 from vllm_kvx.cache.later_stage_manager import LaterStageKVCacheManager
 from vllm_kvx.cache.managers import FirstStageKVCacheManager
 from vllm_kvx.cache.sliding_stage_manager import SlidingStageKVCacheManager
@@ -206,7 +206,14 @@ def policy_kv_cache_specs(
             *(settings.policy, " + ".join(map(str, sizes))),
         )
     else:
-        logger.info("KV policy %s: %s", settings.policy, group_layers(sizes).says(sizes))
+        groups = group_layers(sizes)
+        logger.info("KV policy %s: %s", settings.policy, groups.says(sizes))
+        if groups.has_many:
+            logger.warning(
+                "KV policy %s: so many KV groups take time in every step. vLLM makes none larger "
+                "beside a stage of so few layers: %s.",
+                *(settings.policy, FEWER_GROUPS),
+            )
     pages = None
     if layout.sidecar is not None:
         pages = _Pages(layout.sidecar, attention[0], sliding)

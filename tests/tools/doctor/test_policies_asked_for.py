@@ -77,6 +77,18 @@ def test_the_policy_is_told(doctor) -> None:
     assert any("16-bit entries, since the flags were not read" in n for n in lines(told, "note"))
 
 
+def test_many_groups_are_told(doctor, tmp_path: Path) -> None:
+    """A layer between two cuts makes groups of one layer."""
+    model = write_config(tmp_path, num_hidden_layers=12)
+    near = "fastkv:tsp_layer=6,tsp_rate=0.4,kv_rate=0.4"
+    asked = doctor("speed-8:tail=2", layout=(near,), model=model, gpu_memory=1.0)
+    (many,) = [each for each in asked("model", "policy") if "KV groups of 1 layers" in each.says]
+    assert many.status == "note"
+    assert many.mend == "have policies cut the model at the same layers, or several layers apart"
+    asked = doctor("speed-8:tail=2", model=model, gpu_memory=1.0)
+    assert any("2 + 1 KV groups of 4 layers" in n for n in lines(asked("model", "policy"), "ok"))
+
+
 def test_more_ranks_share_the_memory(doctor) -> None:
     def stock(ranks: int) -> str:
         found = doctor("snapkv:kv_rate=0.2", gpu_memory=1.0, ranks=ranks)("model", "policy")

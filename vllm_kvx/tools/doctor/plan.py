@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vllm_kvx.cache.group_size import FEWER_GROUPS
 from vllm_kvx.config.settings import AUTO_KEY, POLICY_KEY, REQUESTS_KEY, KVSettings
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import check_served, parse_policy
@@ -94,7 +95,8 @@ def _counts(context: Context, settings: KVSettings, sizes: Sizes) -> Iterator[Fi
     except (ImportError, ValueError) as error:
         yield note(f"its bytes are not told: {reason(error)}")
         return
-    yield ok(pool.says())
+    many = pool.choice.has_many
+    yield note(pool.says(), FEWER_GROUPS) if many else ok(pool.says())
     yield ok(
         f"KV of such a prompt: {pool.token_bytes / 1024:.2f} KiB a token"
         f"{' and GPU' if sizes.ranks > 1 else ''}, stock {pool.stock_token_bytes / 1024:.2f} KiB"
