@@ -41,7 +41,7 @@ __device__ __forceinline__ void prefetch(const void* from) {
 }
 
 // The same of 16 bytes, or zeros if `none` is negative: in one instruction more than the copy,
-// where a number of bytes takes seven.
+// where a number of bytes takes up to seven.
 __device__ __forceinline__ void copy_async_or_zero(uint32_t to, const void* from, int none) {
   asm volatile("{ .reg .pred none; setp.lt.s32 none, %2, 0; "
                "cp.async.cg.shared.global [%0], [%1], 16, none; }" ::"r"(to),

@@ -30,6 +30,7 @@ from vllm_kvx.ops.prompt.saliency import window_saliency
 from vllm_kvx.ops.prompt.value_norms import factors_of, value_norms
 from vllm_kvx.ops.retrieval.index_layout import Sidecar
 from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve
+from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.ops.slots import map_slots
 
 # In numbers of 1, 2 and 4 bytes 81 GiB are 20.25, 10.125 and 5.0625 times 2 ** 32. So an offset of
@@ -143,14 +144,19 @@ def rows_of(layer: Layer) -> Rows:
 def retrieved(layer: Layer, reduction: str, backend: str) -> list[Tensor]:
     """Scores, the choice among them, and attention."""
     write_index(layer)
-    rows, query = rows_of(layer), layer.query(3)
+    rows = rows_of(layer)
     scratch = scratch_of(layer, rows, reduction, backend)
-    out = torch.zeros_like(query)
-    scales = dict(scale=SCALE, key_scale=1.0, value_scale=1.0)
-    where = (layer.paged, layer.sidecar, layer.tables, rows.on_device)
-    retrieve(query, *where, scratch, out, **scales)
+    out = attended(layer, rows.on_device, scratch)
     assert out[[2, 0]].abs().amax(dim=-1).min() > 0
     return [scratch.scores, scratch.indices, scratch.counts, out]
+
+
+def attended(layer: Layer, rows: RetrievalRows, scratch: Scratch) -> Tensor:
+    query = layer.query(3)
+    out = torch.zeros_like(query)
+    where = (layer.paged, layer.sidecar, layer.tables, rows)
+    retrieve(query, *where, scratch, out, scale=SCALE, key_scale=1.0, value_scale=1.0)
+    return out
 
 
 def scratch_of(layer: Layer, rows: Rows, reduction: str, backend: str) -> Scratch:
@@ -300,7 +306,7 @@ def test_scores_of_many_long_rows(memory: Tensor, device: str) -> None:
     """Rows' scores begin far into a head's, and the last head's beyond 2 ** 31."""
     shape = replace(FLOAT32, heads=3, kv_heads=3)
     layer = Layer.of(shape, 0, device).fill()
-    rows, query = rows_of(layer), layer.query(3)
+    rows = rows_of(layer)
     stride, skipped = 5 << 28, 1 << 32
     found = []
     for far in (False, True):
@@ -309,10 +315,7 @@ def test_scores_of_many_long_rows(memory: Tensor, device: str) -> None:
             whole = memory.view(torch.float32).as_strided((3, 2 * skipped), (stride, 1))
             scratch = replace(scratch, scores=whole)
             on_device = replace(on_device, offsets=on_device.offsets + skipped)
-        out = torch.zeros_like(query)
-        where = (layer.paged, layer.sidecar, layer.tables, on_device)
-        scales = dict(scale=SCALE, key_scale=1.0, value_scale=1.0)
-        retrieve(query, *where, scratch, out, **scales)
+        out = attended(layer, on_device, scratch)
         begin = skipped if far else 0
         scores = scratch.scores[:, begin : begin + rows.capacity]
         found.append((scores, scratch.indices, scratch.counts, out))

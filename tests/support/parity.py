@@ -189,7 +189,9 @@ def assert_identical(ours: Sequence[Answer], theirs: Sequence[Answer]) -> None:
     """The same bits."""
     for a, b in zip(ours, theirs, strict=True):
         assert a.tokens == b.tokens
-        assert torch.equal(a.logprobs, b.logprobs)
+        off = (a.logprobs - b.logprobs).abs()
+        says = f"prompt of {len(a.prompt)} tokens: logprobs differ by up to {off.max():.3g}: {off}"
+        assert torch.equal(a.logprobs, b.logprobs), says
 
 
 def largest_difference(some: Sequence[Answer], others: Sequence[Answer]) -> float:
