@@ -276,9 +276,8 @@ WITH_RETRIEVAL: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda _: _env("VLLM_KV_CACHE_LAYOUT") in LAYERS_IN_BLOCKS and _may_run_cuda_ops(),
-        "this KV cache layout puts all layers into each block, so that every layer spans the whole "
-        "cache, farther than the CUDA ops of retrieval address: unset VLLM_KV_CACHE_LAYOUT, or set "
-        "KVX_RETRIEVAL_OPS=triton",
+        "this KV cache layout puts all layers into each block, where retrieval's CUDA ops were "
+        "never tried: unset VLLM_KV_CACHE_LAYOUT, or set KVX_RETRIEVAL_OPS=triton",
     ),
     Refusal(
         lambda c: c.compilation_config.pass_config.fuse_attn_quant,
