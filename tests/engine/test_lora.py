@@ -15,7 +15,7 @@ from reference.knorm import Norm
 from reference.pyramidkv import Pyramid
 from support import options
 from support.adapters import Adapters, assert_merged, serving
-from support.engine import Engine
+from support.engine import Engine, keep_in_process, running, schedule_ahead
 from support.expected import FULL, Policy, Read, named
 from support.nightly import by_day, nightly
 from support.parity import assert_close
@@ -92,3 +92,21 @@ def test_preempted_with_adapters(engine: Engine, adapters: Adapters) -> None:
         engine.finish()
         assert [engine.answered[i] for i in ids] == [a.tokens for a in undisturbed], steps
         engine.assert_idle()
+
+
+def test_begins_when_vllm_does(adapters: Adapters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps planned ahead give a slot away once its adapter's last token is under way."""
+    keep_in_process(monkeypatch)
+    schedule_ahead(monkeypatch, True)
+    prompts = prompts_of((97, 33, 160, 5, 64, 130), seed=1)
+    each = list(islice(cycle([*adapters][1:]), len(prompts)))
+    room = dict(enable_lora=True, max_loras=SLOTS, max_lora_rank=8)
+
+    def steps(policy: str | None) -> list[dict[int, int]]:
+        with running(adapters[None], policy, **room) as engine:
+            found = engine.watch_steps()
+            names = [None if policy is None else "full"] * len(prompts)
+            engine.generate(prompts, 8, names, adapters=each)
+        return [step for step in found if step]
+
+    assert steps("snapkv:kv_rate=0.3") == steps(None)

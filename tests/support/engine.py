@@ -2,12 +2,12 @@
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch
 from support import inside
 from support.configs import served
 
+T = TypeVar("T")
 BLOCK = 32  # What the CPU attention backend takes.
 # What it asks of a CPU for an fp8 KV cache.
 HAS_FP8 = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
@@ -232,16 +233,29 @@ class Engine:
 
     def watch_running(self) -> list[int]:
         """Grows by the number of running requests after every schedule."""
-        counts: list[int] = []
+        return self._watch(lambda _: len(self.scheduler.running))
+
+    def watch_steps(self) -> list[dict[int, int]]:
+        """Grows with every schedule by tokens of each prompt of `generate`, by its number."""
+        return self._watch(
+            lambda output: {
+                int(request.split("-")[0]): count
+                for request, count in output.num_scheduled_tokens.items()
+            }
+        )
+
+    def _watch(self, found: Callable[[Any], T]) -> list[T]:
+        """Grows by what is `found` in the output of every schedule."""
+        every: list[T] = []
         schedule = self.scheduler.schedule
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             output = schedule(*args, **kwargs)
-            counts.append(len(self.scheduler.running))
+            every.append(found(output))
             return output
 
         self.scheduler.schedule = watched
-        return counts
+        return every
 
     def held_blocks(self, request_id: str) -> list[int]:
         """Blocks of a request by KV group."""

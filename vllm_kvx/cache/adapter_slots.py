@@ -10,7 +10,8 @@ class AdapterSlots:
 
     vLLM looks at the requests that get tokens in a step. Under policies that retain, a running one
     may get none, as its prompt waits for a place for its window. Were its slot given away, the next
-    step would need more adapters than vLLM has slots for, which ends the engine.
+    step would need more adapters than vLLM has slots for, which ends the engine. One whose last
+    token an earlier step samples needs none, as for vLLM.
     """
 
     def __init__(self, max_loras: int | None) -> None:
@@ -32,8 +33,19 @@ class AdapterSlots:
         if self._max_loras is None or request.lora_request is None:
             return True
         for each in running[self._num_seen :]:
-            if each.lora_request is not None:
+            if each.lora_request is not None and not _has_had_all_steps(each):
                 self._taken.add(each.lora_request.lora_int_id)
         self._num_seen = len(running)
         is_there = request.lora_request.lora_int_id in self._taken
         return is_there or len(self._taken) < self._max_loras
+
+
+def _has_had_all_steps(request: Request) -> bool:
+    """Whether a step under way samples its last token, so that no later one has it.
+
+    Steps are planned ahead then. That is how vLLM's scheduler tells which requests to pass over,
+    and holds if all drafts under way are rejected.
+    """
+    under_way = request.num_output_placeholders
+    sure = request.num_computed_tokens + 2 - under_way
+    return under_way > 0 and sure >= request.num_prompt_tokens + request.max_tokens
