@@ -71,13 +71,15 @@ class Queue:
             for request in scheduler.running
             if request.num_computed_tokens < request.num_prompt_tokens
         }
+        self._over = {request.request_id for request in scheduler.running if _is_over(request)}
 
     def check(self, output: SchedulerOutput) -> None:
         """After a schedule.
 
         Raises:
-            Mismatch: a prompt took pages that one ahead of it waits for; or a request did not
-                begin, though nothing that it needs is short.
+            Mismatch: a prompt took pages that one ahead of it waits for; more adapters are needed
+                than there are slots; or a request did not begin, though nothing that it needs is
+                short.
         """
         scheduler, ran = self._scheduler, output.num_scheduled_tokens
         begun = {request.request_id for request in self._waiting}
@@ -90,8 +92,11 @@ class Queue:
             raise Mismatch(f"{used} stash pages are needed, {inside.used_pages(scheduler)} taken")
         free, ahead = self._total_pages - used, 0
         lacks = self._lacks_anything(output)
+        if self._over & ran.keys():
+            raise Mismatch(f"{self._over & ran.keys()} run on, and their last token is under way")
         # Those of running requests that got no tokens, too: they may get some in the next step.
-        slots = {_adapter(request) for request in scheduler.running} - {0}
+        needed = [request for request in scheduler.running if request.request_id not in self._over]
+        slots = {_adapter(request) for request in needed} - {0}
         if len(slots) > LORA_SLOTS:
             raise Mismatch(f"requests with adapters {slots} run in {LORA_SLOTS} slots")
         waiting = [*scheduler.kv_holding_waiting, *scheduler.waiting]
@@ -155,3 +160,9 @@ class Queue:
 
 def _adapter(request: Request) -> int:
     return 0 if request.lora_request is None else request.lora_request.lora_int_id
+
+
+def _is_over(request: Request) -> bool:
+    """Whether a step under way is its last: each step samples a token at least."""
+    under_way = request.num_output_placeholders > 0
+    return under_way and request.num_output_tokens + 1 >= request.max_tokens
