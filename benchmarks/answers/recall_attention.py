@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.answers.recall_data import REDUCTIONS, Key, score
 from vllm_kvx.equations import retrieval
-from vllm_kvx.policy.axes import DENSE_LAYERS
+from vllm_kvx.policy.retrieval_layers import OF_PAPERS
 
 
 def unit_scores(
@@ -70,7 +70,7 @@ class Model:
     @property
     def layers(self) -> range:
         """Those that retrieve."""
-        return range(DENSE_LAYERS, len(self.model.model.layers))
+        return range(OF_PAPERS.dense, len(self.model.model.layers))
 
     def scaling(self, layer: int) -> float:
         return float(self.model.model.layers[layer].self_attn.scaling)
@@ -138,7 +138,7 @@ class Model:
         keys, values = self.keys[layer].float(), self.values[layer].float()
         causal = self._causal(q.shape[2], self.length)
         seen = [causal] * len(self._readings)
-        if layer >= DENSE_LAYERS:
+        if layer >= OF_PAPERS.dense:
             for b, reads in self._selected(q.float(), k.float(), keys, scaling):
                 seen[b] = causal & reads
         out = torch.empty_like(q)

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.checkpoint.prompts import make_prompt, words
 from vllm_kvx.equations import retrieval
-from vllm_kvx.policy.axes import DENSE_LAYERS
+from vllm_kvx.policy.retrieval_layers import OF_PAPERS
 
 ANSWER_BUDGETS = (64, 128, 256, 512)
 # Method and its group or page.
@@ -77,7 +77,7 @@ class Demo:
             prompt, answer = make_prompt(sample, self.length, self.tokenizer, values=3)
             wanted = self.tokenizer.encode(answer, add_special_tokens=False)
             self._run([[*self.tokenizer.encode(prompt), *wanted]], 0)
-            for layer in range(DENSE_LAYERS, len(self.model.model.layers)):
+            for layer in range(OF_PAPERS.dense, len(self.model.model.layers)):
                 scaling = self.model.model.layers[layer].self_attn.scaling
                 for known in range(self.length, self.length + len(wanted) + 1):
                     query, keys = self._queries[layer][:, known - 1], self._keys[layer][:, :known]
@@ -135,7 +135,7 @@ class Demo:
         k, v = k[:, :, 1:], v[:, :, 1:]
 
         earlier = (q.flatten(1, 3) @ keys.mT).unflatten(1, shape[1:])  # (G, H / G, B, n, N)
-        if layer >= DENSE_LAYERS:
+        if layer >= OF_PAPERS.dense:
             seen = self._selected(q[..., 1:, :], keys, scaling)
             earlier[..., 1:, :].masked_fill_(~seen[:, None], -torch.inf)
         own = torch.einsum("ghbnd,bgmd->ghbnm", q, k)

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.answers.recall_attention import Model
 from benchmarks.answers.reuse import RECENT, choices
 from vllm_kvx.equations.retrieval import quantize_keys
-from vllm_kvx.policy.axes import DENSE_LAYERS
+from vllm_kvx.policy.retrieval_layers import OF_PAPERS
 
 SPANNED = ("steps", "layers")
 # Tokens that share a scale and a zero, `fier`'s default; the newest of them are always read.
@@ -62,11 +62,11 @@ class Way:
 
     def leader(self, layer: int) -> int:
         """The layer whose choice `layer` reads by."""
-        return layer - (layer - DENSE_LAYERS) % self.span if self.kind == "layers" else layer
+        return layer - (layer - OF_PAPERS.dense) % self.span if self.kind == "layers" else layer
 
     def chooses(self, layer: int, step: int) -> bool:
         """Whether a layer makes a choice in a step, the first after the prompt being 0."""
-        if self.kind == "full" or layer < DENSE_LAYERS:
+        if self.kind == "full" or layer < OF_PAPERS.dense:
             return False
         return self.leader(layer) == layer and (self.kind != "steps" or step % self.span == 0)
 
@@ -131,7 +131,7 @@ class ReuseModel(Model):
         )
         query = q[:, :, 0].unflatten(1, (len(keys), -1)).float()  # (B, G, H / G, D)
         products = by_entry(query, keys, own_keys)
-        if layer >= DENSE_LAYERS:
+        if layer >= OF_PAPERS.dense:
             self._choose(layer, query, products, own_keys)
         read = self.reads[layer][self.at, :, : self.length + end]
         probs = (products * scaling).masked_fill(~read[:, :, None], -torch.inf).softmax(dim=-1)

@@ -13,7 +13,7 @@ from benchmarks.answers import reuse, reuse_answers, reuse_model
 from benchmarks.answers.reuse_model import ReuseModel, Way
 from benchmarks.checkpoint.prompts import make_prompt
 from vllm_kvx.equations import retrieval
-from vllm_kvx.policy.axes import DENSE_LAYERS
+from vllm_kvx.policy.retrieval_layers import OF_PAPERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -98,7 +98,7 @@ def test_steps_read_by_the_first_of_their_span(model: ReuseModel, span: int) -> 
     own, later = (
         torch.stack(
             [
-                torch.nn.functional.pad(each[DENSE_LAYERS][way], (0, total - first - 1 - step))
+                torch.nn.functional.pad(each[OF_PAPERS.dense][way], (0, total - first - 1 - step))
                 for step, each in enumerate(found)
             ],
             dim=1,
@@ -112,9 +112,9 @@ def test_steps_read_by_the_first_of_their_span(model: ReuseModel, span: int) -> 
     else:
         assert apart and not [step for step in apart if step % span == 0]
     for step, each in enumerate(found):
-        assert each[DENSE_LAYERS][1, :, first + 1 + step // span * span :].all()
-        assert all(each[layer].all() for layer in range(DENSE_LAYERS))
-        assert each[DENSE_LAYERS][0].sum(dim=-1).tolist() == [BUDGET] * len(own)
+        assert each[OF_PAPERS.dense][1, :, first + 1 + step // span * span :].all()
+        assert all(each[layer].all() for layer in range(OF_PAPERS.dense))
+        assert each[OF_PAPERS.dense][0].sum(dim=-1).tolist() == [BUDGET] * len(own)
 
 
 @pytest.mark.parametrize("span", [2, 4])
@@ -122,10 +122,10 @@ def test_layers_read_by_the_first_of_their_span(model: ReuseModel, span: int) ->
     count = len(model.model.model.layers)
     for each in steps(model, ways(f"layers:{span}", "own"), 5):
         shared, own = ([each[layer][way] for layer in range(count)] for way in range(2))
-        for layer in range(DENSE_LAYERS, count):
-            is_leader = (layer - DENSE_LAYERS) % span == 0
+        for layer in range(OF_PAPERS.dense, count):
+            is_leader = (layer - OF_PAPERS.dense) % span == 0
             assert shared[layer].equal(shared[layer - 1]) != is_leader
-        assert shared[DENSE_LAYERS].equal(own[DENSE_LAYERS])
+        assert shared[OF_PAPERS.dense].equal(own[OF_PAPERS.dense])
 
 
 def test_scores_by_1_bit_keys_are_those_of_fier(
@@ -142,22 +142,22 @@ def test_scores_by_1_bit_keys_are_those_of_fier(
     monkeypatch.setattr(reuse_model, "by_entry", noted)
     found = steps(model, ways("own/1-bit"), 45)
     layers = len(model.model.model.layers)
-    first, calls = len(question(model)[0]), 2 * layers - DENSE_LAYERS
+    first, calls = len(question(model)[0]), 2 * layers - OF_PAPERS.dense
     compared = 0
     for step, each in enumerate(found):
         seen = first + step + 1
         if seen % reuse_model.GROUP:
             continue
-        query = queries[step * calls + DENSE_LAYERS][0].flatten(0, 1)
-        own = model.own_keys[DENSE_LAYERS][0, :, : step + 1]
-        keys = torch.cat([model.keys[DENSE_LAYERS], own], dim=1)
+        query = queries[step * calls + OF_PAPERS.dense][0].flatten(0, 1)
+        own = model.own_keys[OF_PAPERS.dense][0, :, : step + 1]
+        keys = torch.cat([model.keys[OF_PAPERS.dense], own], dim=1)
         whole = seen - reuse_model.GROUP
         coded = retrieval.quantize_keys(keys[:, :whole], reuse_model.GROUP)
         products = retrieval.token_scores(query, *coded)
         scores = retrieval.reduce_heads(products, len(keys), "max", 1.0)
         for head, of_head in enumerate(scores):
             expected = retrieval.select_units(of_head, seen, reuse_model.GROUP, 1, BUDGET)
-            assert each[DENSE_LAYERS][0, head].nonzero()[:, 0].equal(expected)
+            assert each[OF_PAPERS.dense][0, head].nonzero()[:, 0].equal(expected)
             compared += 1
     assert compared == 2 * len(model.keys[0])
 

@@ -38,8 +38,10 @@ LENGTHS = (2, 33, 62, 63, 64, 65, 66, 95, 97, 98, 99, 101, 126, 127, 128, 129, 1
                 {"kv_heads": 1, "heads": 8},
                 Retrieve(64, group=16, pages=True, reuse_layers=3),
             ),
+            ("llama", {}, Retrieve(64, dense_layers=0)),
+            ("llama", {}, Retrieve(64, group=16, pages=True, reuse_layers=2, dense_layers=1)),
         ],
-        {1, 2, 3, 5, 7},
+        {1, 2, 3, 5, 7, 8},
     ),
     ids=lambda value: value if isinstance(value, str) else None,
 )

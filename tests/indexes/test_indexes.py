@@ -9,6 +9,7 @@ from vllm_kvx.policy.axes import Retrieve
 from vllm_kvx.policy.methods.baselines.quest import PAGES
 from vllm_kvx.policy.methods.fier import GROUPS
 from vllm_kvx.policy.methods.table import METHODS
+from vllm_kvx.policy.retrieval_layers import OF_PAPERS
 
 RETRIEVE = [method for method in METHODS.values() if issubclass(method, Retrieve)]
 
@@ -21,7 +22,7 @@ def test_every_method_has_a_row() -> None:
 @pytest.mark.parametrize("method", RETRIEVE, ids=lambda method: method.name)
 @pytest.mark.parametrize("group", sorted({*GROUPS, *PAGES} & {32, 64}))
 def test_units_are_those_of_the_policy(method: type[Retrieve], group: int) -> None:
-    spec = method.of_index(group, 256, "max", "auto").index
+    spec = method.of_index(group, 256, "max", "auto", OF_PAPERS).index
     assert spec.group == group
     assert INDEXES[spec.name].unit(group) == spec.unit
 

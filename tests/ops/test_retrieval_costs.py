@@ -21,7 +21,7 @@ from vllm_kvx.ops.retrieval.costs import (
 )
 from vllm_kvx.ops.retrieval.crossover import CROSSOVERS, NEVER, crossover
 from vllm_kvx.policy.methods.fier import FIER
-from vllm_kvx.policy.reuse import share_that_chooses
+from vllm_kvx.policy.retrieval_layers import RetrievalLayers
 from vllm_kvx.worker.decode.step import Rules, retrieving_lens
 
 EVEN = Costs(whole=10, whole_entry=4, fixed=30, scored=1, read=2)
@@ -70,9 +70,11 @@ def test_from_where_on_a_batch_retrieves() -> None:
 
 def test_the_share_of_layers_that_choose() -> None:
     """The first two layers read everything, and the third chooses."""
-    assert share_that_chooses(32, 1) == 1 and share_that_chooses(32, 2) == 0.5
-    assert share_that_chooses(32, 4) == 8 / 30
-    assert share_that_chooses(3, 8) == share_that_chooses(2, 8) == 1
+    assert RetrievalLayers(reuse=1).share_that_chooses(32) == 1
+    assert RetrievalLayers(reuse=2).share_that_chooses(32) == 0.5
+    assert RetrievalLayers(dense=0, reuse=4).share_that_chooses(32) == 0.25
+    assert RetrievalLayers(reuse=4).share_that_chooses(32) == 8 / 30
+    assert [RetrievalLayers(reuse=8).share_that_chooses(layers) for layers in (3, 2)] == [1, 1]
 
 
 def test_layers_that_read_what_others_chose_score_and_select_nothing() -> None:
@@ -101,7 +103,7 @@ def test_what_an_engine_saved_by_shared_choices() -> None:
     path = fit.RESULTS / "engine" / "h100-reuse-layers.json"
     engines = json.loads(path.read_text())["engines"]
     alone, shared = (engines[f"fier-2048{name}"]["cases"] for name in ("", ":reuse_layers=4"))
-    share = share_that_chooses(32, 4)
+    share = RetrievalLayers(reuse=4).share_that_chooses(32)
     own, less = (costs("cuda", "max", 8, 512, choosing=each) for each in (1, share))
     for name, batch, length in (
         ("tpot:32768", 1, 32_768),

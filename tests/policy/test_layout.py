@@ -403,3 +403,15 @@ def test_a_server_has_one_number_of_layers_that_read_by_a_choice() -> None:
         check_fits(parse_policy("fier-32"), layout, 8)
     with pytest.raises(PolicyError, match="reuse_layers"):
         parse_policy("fier-64:reuse_layers=9")
+
+
+def test_a_server_has_one_number_of_layers_that_read_everything() -> None:
+    layout = Layout((), RetrievalLayout.of(parse_policy("fier-64:dense_layers=0").retrieve))  # type: ignore[arg-type]
+    assert "0 layers read whole" in str(layout.sidecar)
+    assert "read whole" not in str(RetrievalLayout.of(parse_policy("fier-64").retrieve))  # type: ignore[arg-type]
+    check_fits(parse_policy("fier-32:dense_layers=0"), layout, 8)
+    assert str(layout.sidecar and layout.sidecar.largest) == "fier-64:dense_layers=0"
+    with pytest.raises(PolicyError, match="dense_layers=0"):
+        check_fits(parse_policy("fier-32"), layout, 8)
+    with pytest.raises(PolicyError, match="dense_layers"):
+        parse_policy("fier-64:dense_layers=-1")

@@ -208,7 +208,7 @@ def test_retrieval_is_told_and_measured() -> None:
         engine.stats = {**worker_stats(**{"quest-79": counts}), "retrieval": own}
         answer = (await client.get("/v1/kv_policy")).json()
         sidecar = {"has_codes": False, "group": 16, "reduction": "max", "max_units": 4}
-        sidecar["reuse_layers"] = 1
+        sidecar |= {"reuse_layers": 1, "dense_layers": 2}
         assert answer["layout"]["sidecar"] == sidecar
         assert answer["retrieval"] == own and answer["counters"] == {"quest-79": counts}
         await client.get("/metrics/")

@@ -33,7 +33,6 @@ from vllm_kvx.models.passes import (
     ToStash,
 )
 from vllm_kvx.ops.prompt.chosen_rows import ChosenRows
-from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass
 from vllm_kvx.worker.layer_hooks import LayerHook, LayerHooks
 
@@ -103,7 +102,7 @@ class Model:
         self._projected: dict[int, set[int]] = {}
         self.hooks, self.beside = hooks, beside
         self.cache, self.expected, self.live, self.starts = cache, expected, live, starts
-        self.row_layers = 0
+        self.row_layers, self._dense = 0, hooks.retrieving.dense
         # By row of the stash: what its state is made of, of which position, before which layer.
         self.stashed: dict[int, tuple[int, int, int]] = {}
 
@@ -289,7 +288,7 @@ class Model:
         seen = Seen.of(np.repeat(lens, counts) - after)
         if ((seen.lens < 1) & (np.repeat(counts, counts) > 1)).any():
             raise Mismatch(f"layer {layer}: rows {rows.positions} are more than the entries {lens}")
-        retrieval = self.hooks.retrieval_pass if layer >= DENSE_LAYERS else None
+        retrieval = self.hooks.retrieval_pass if layer >= self._dense else None
         mode = Mode.DENSE if retrieval is None else retrieval.modes[hook.stage]
         if mode is not Mode.ALL:
             attends = self._attend(layer, metadata, lens, mode)
@@ -299,7 +298,7 @@ class Model:
             self.beside.retrieve(retrieval, hook, rows, batch.requests, seen)
         if self.hooks.work is not None:
             self.beside.run(self.hooks.work, hook, rows, batch.requests)
-        wanted = (seen.lens >= made.floors) & (layer >= DENSE_LAYERS)
+        wanted = (seen.lens >= made.floors) & (layer >= self._dense)
         wrong = (seen.retrieved != wanted) | ~(seen.attended | wanted)
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])

@@ -9,6 +9,8 @@ _PYRAMID = "pyramidkv:kv_floor=0,window=3,kernel=3"
 _GEM = "gemfilter:layer=3,kv_floor=0,window=3,kernel=3"
 _STRUCT = "structkv:pivot=3,kv_floor=0,window=3"
 _FIER = "fier-64:dense_below=0"
+# The first layers retrieve, too.
+_FIRST = "fier-64:dense_below=0,dense_layers=0"
 
 SERVERS: dict[str, Server] = {
     "speed": Server(
@@ -253,6 +255,17 @@ SERVERS: dict[str, Server] = {
             f"snapkv:window=3,kv_rate=0.5,kv_floor=0+{_FIER}",
             f"streamingllm:sinks=2,recent=70+{_FIER}",
             "snapkv:kv_floor=0,window=3",
+        ),
+    ),
+    "fierfirst": long(
+        policy=_FIRST,
+        layout=("streamingllm:sinks=2,recent=70", f"speed-5+{_FIRST}"),
+        requests=(
+            _FIRST,
+            "fier-64:dense_below=100,dense_layers=0",
+            "full",
+            f"streamingllm:sinks=2,recent=70+{_FIRST}",
+            f"speed-5+{_FIRST}",
         ),
     ),
     "afterfier": long(

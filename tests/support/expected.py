@@ -243,6 +243,7 @@ def _read_name(policy: Read) -> str:
         f"{method}-{retrieve.budget}:{size}={retrieve.group},reduction={retrieve.reduction},"
         f"dense_below={retrieve.dense_below}"
         + (f",reuse_layers={retrieve.reuse_layers}" if retrieve.reuse_layers > 1 else "")
+        + (f",dense_layers={retrieve.dense_layers}" if retrieve.dense_layers != 2 else "")
     )
     kept = named(policy.keep)
     return reads if kept == "full" else f"{kept}+{reads}"

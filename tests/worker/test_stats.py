@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_kvx.ops.retrieval.costs import Costs
-from vllm_kvx.policy.axes import DENSE_LAYERS
+from vllm_kvx.policy.retrieval_layers import OF_PAPERS, RetrievalLayers
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
 from vllm_kvx.worker.decode.step import Mode, RetrievalPass, RetrievalStep, Rules
@@ -79,7 +79,9 @@ def test_layers_that_read_by_anothers_choice_score_nothing() -> None:
     """Of layers 2 to 7 by threes 2 and 5 choose; of a rank from layer 4 on its first one, too."""
     seen, budgets = np.array([[100], [90]]), np.array([64])
     for first, expected in ((0, 100 + 90), (4, 100 + 90)):
-        stats = PolicyStats((5, 3) if first == 0 else (1, 3), first_layer=first, reuse_layers=3)
+        stats = PolicyStats(
+            (5, 3) if first == 0 else (1, 3), first_layer=first, retrieving=RetrievalLayers(reuse=3)
+        )
         row = stats.row_of(parse_policy("fier-64:dense_below=0,reuse_layers=3"))
         stats.add_retrieval(np.array([row]), seen, seen, budgets, seen < 0)
         assert stats.retrieval[row][1] == expected
@@ -89,7 +91,7 @@ def test_layers_that_read_by_anothers_choice_score_nothing() -> None:
 def test_layers_score_for_themselves_where_choices_are_not_kept() -> None:
     """Six layers of 5 and 3 retrieve, and by threes two would choose."""
     seen, budgets = np.array([[100, 70], [90, 70]]), np.array([64, 64])
-    stats = PolicyStats((5, 3), reuse_layers=3)
+    stats = PolicyStats((5, 3), retrieving=RetrievalLayers(reuse=3))
     row = stats.row_of(parse_policy("fier-64:dense_below=0,reuse_layers=3"))
     rows, none = np.array([row, row]), seen < 0
     stats.add_retrieval(rows, seen, seen, budgets, ~none)
@@ -122,8 +124,8 @@ def test_each_drafted_token_that_retrieves_counts() -> None:
     stats = PolicyStats((LAYERS,))
     stats.add_retrieval_step(step, requests, 1, None)
     held = sum(range(99, 103)) + sum(range(197, 201))
-    layers = LAYERS - DENSE_LAYERS
+    layers = LAYERS - OF_PAPERS.dense
     counted = stats.retrieval[0].tolist()
     assert counted[0] == LAYERS * held and counted[1] == layers * (held - 99)
-    assert counted[2] == DENSE_LAYERS * held + layers * (99 + 7 * 32)
+    assert counted[2] == OF_PAPERS.dense * held + layers * (99 + 7 * 32)
     assert counted[3:] == [7, 1]

@@ -28,7 +28,7 @@ class ResumedRows:
         most = config.scheduler_config.max_num_seqs * self.share
         # None where every layer chooses for itself, and where some layers keep a state: there a
         # chunk ends where a state is stored.
-        limited = settings.layout.reuse_layers > 1 and not config.model_config.is_hybrid
+        limited = settings.layout.retrieving.reuse > 1 and not config.model_config.is_hybrid
         self.room = most if limited else None
         # By id, each with the tokens that it had when it was last seen preempted.
         self._resume: dict[str, tuple[Request, int]] = {}

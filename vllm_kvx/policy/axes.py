@@ -14,13 +14,12 @@ from typing import ClassVar, Literal
 from vllm_kvx.policy.gap import NO_GAP, Gap
 from vllm_kvx.policy.measurement import Measurement
 from vllm_kvx.policy.parameters import PolicyError, Value, write_value
+from vllm_kvx.policy.retrieval_layers import RetrievalLayers
 from vllm_kvx.policy.score_spec import Positions, ScoreSpec
 
 AXES = ("propagate", "retain", "retrieve")
 # Where a method spends less than stock vLLM.
 PREFILL, KV_MEMORY, DECODE_READS = "prefill", "KV memory", "decode reads"
-# Attention in the first layers is spread over all keys: Quest and FIER read them whole.
-DENSE_LAYERS = 2
 # How scores of query heads become one: see ``equations.retrieval.reduce_heads``.
 REDUCTIONS = ("max", "sum", "softmax")
 # How the weights of heads and window queries become one score for all heads, and the family of
@@ -351,6 +350,7 @@ class Retrieve(Method, ABC):
     reduction: how scores of the query heads that share a KV head become one.
     dense_below: contexts shorter than this are read whole; `auto` asks the machine and the batch.
     reuse_layers: layers that read by one choice: the first of so many that retrieve makes it.
+    dense_layers: the first layers, which read everything.
     index_name: the row of ``indexes/table.py``. index_words: what it keeps, for messages: what
         there is one of for so many tokens.
     """
@@ -359,6 +359,7 @@ class Retrieve(Method, ABC):
     reduction: str
     dense_below: int | str
     reuse_layers: int
+    dense_layers: int
     index_name: ClassVar[str]
     index_words: ClassVar[str]
 
@@ -370,9 +371,14 @@ class Retrieve(Method, ABC):
     @classmethod
     @abstractmethod
     def of_index(
-        cls, group: int, budget: int, reduction: str, dense_below: int | str, reuse_layers: int = 1
+        cls, group: int, budget: int, reduction: str, below: int | str, layers: RetrievalLayers
     ) -> "Retrieve":
-        """The method of this class whose index has such groups."""
+        """The method of this class whose index has such groups. below: `dense_below`."""
+
+    @property
+    def layers(self) -> RetrievalLayers:
+        """The layers that retrieve."""
+        return RetrievalLayers(self.dense_layers, self.reuse_layers)
 
     @property
     def budget_units(self) -> int:

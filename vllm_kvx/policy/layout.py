@@ -17,6 +17,7 @@ from vllm_kvx.policy.beside_windows import beside_windows
 from vllm_kvx.policy.methods.table import METHODS
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
+from vllm_kvx.policy.retrieval_layers import OF_PAPERS, RetrievalLayers
 from vllm_kvx.policy.spec import servable
 from vllm_kvx.policy.windows import Windows
 
@@ -28,7 +29,7 @@ class RetrievalLayout:
     index: the row of ``indexes/table.py``. group: tokens of a group, or a page.
     unit: tokens that are read together.
     reduction: see ``equations.retrieval``. max_units: units that a step may read at most.
-    reuse_layers: see ``Retrieve``.
+    reuse_layers, dense_layers: see ``Retrieve``.
     """
 
     index: str
@@ -37,6 +38,7 @@ class RetrievalLayout:
     reduction: str
     max_units: int
     reuse_layers: int = 1
+    dense_layers: int = OF_PAPERS.dense
 
     @classmethod
     def of(cls, method: Retrieve) -> "RetrievalLayout":
@@ -49,10 +51,11 @@ class RetrievalLayout:
             method.reduction,
             method.budget_units,
             method.reuse_layers,
+            method.dense_layers,
         )
 
     def is_like(self, other: "RetrievalLayout") -> bool:
-        """Whether pages, reduction and layers that choose are `other`'s; budgets may differ."""
+        """Whether all but the budgets is as in `other`."""
         return replace(self, max_units=other.max_units) == other
 
     def fits(self, other: "RetrievalLayout | None") -> bool:
@@ -62,16 +65,20 @@ class RetrievalLayout:
     def nearest(self, method: Retrieve) -> Retrieve:
         """What a server laid out like this can do in the place of `method`."""
         budget = min(max(method.budget, self.group), self.max_units * self.unit)
-        near = self._method
-        return near.of_index(
-            self.group, budget, self.reduction, method.dense_below, self.reuse_layers
-        )
+        return self._of_budget(budget, method.dense_below)
+
+    @property
+    def layers(self) -> RetrievalLayers:
+        """The layers that retrieve."""
+        return RetrievalLayers(self.dense_layers, self.reuse_layers)
 
     @property
     def largest(self) -> Retrieve:
         """The policy of the largest budget that fits, which retrieves where that pays."""
-        budget = self.max_units * self.unit
-        return self._method.of_index(self.group, budget, self.reduction, "auto", self.reuse_layers)
+        return self._of_budget(self.max_units * self.unit, "auto")
+
+    def _of_budget(self, budget: int, dense_below: int | str) -> Retrieve:
+        return self._method.of_index(self.group, budget, self.reduction, dense_below, self.layers)
 
     @property
     def _method(self) -> type[Retrieve]:
@@ -87,13 +94,18 @@ class RetrievalLayout:
             "reduction": self.reduction,
             "max_units": self.max_units,
             "reuse_layers": self.reuse_layers,
+            "dense_layers": self.dense_layers,
         }
 
     def __str__(self) -> str:
         what = self._method.index_words
         budget = self.max_units * self.unit
-        reuse = f", a choice for {self.reuse_layers} layers" if self.reuse_layers > 1 else ""
-        return f"{what} of {self.group} tokens ({self.reduction}, budgets of up to {budget}{reuse})"
+        layers = f", a choice for {self.reuse_layers} layers" if self.reuse_layers > 1 else ""
+        if self.dense_layers != OF_PAPERS.dense:
+            layers += f", {self.dense_layers} layers read whole"
+        return (
+            f"{what} of {self.group} tokens ({self.reduction}, budgets of up to {budget}{layers})"
+        )
 
 
 class Stage(NamedTuple):
@@ -171,9 +183,9 @@ class Layout:
         return (0, *self.later_starts)
 
     @property
-    def reuse_layers(self) -> int:
-        """See ``Retrieve``; 1 where nothing retrieves."""
-        return 1 if self.sidecar is None else self.sidecar.reuse_layers
+    def retrieving(self) -> RetrievalLayers:
+        """The layers that retrieve, if any do."""
+        return OF_PAPERS if self.sidecar is None else self.sidecar.layers
 
     @property
     def stages(self) -> tuple[Stage, ...]:

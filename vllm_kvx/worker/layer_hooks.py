@@ -13,7 +13,6 @@ from vllm_kvx.cache.pool_capacity import layer_spec
 from vllm_kvx.models.hooked import HookedModel
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.prompt.chosen_rows import ChosenRows, attend_chosen
-from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.cache_dtype import INT8
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.scores.base import LayerView
@@ -63,7 +62,7 @@ class LayerHook:
             hooks = self.hooks
             if not hooks.is_bound:
                 hooks._take_scratch(query.device)
-            retrieves = hooks.retrieval_pass if self.index >= DENSE_LAYERS else None
+            retrieves = hooks.retrieval_pass if hooks.retrieving.retrieves(self.index) else None
             mode = Mode.DENSE if retrieves is None else retrieves.modes[self.stage]
             out = kw.get("output")
             if args and isinstance(args[0], ChosenRows):
@@ -185,7 +184,8 @@ class LayerHooks:
     of one with work. scratch_bytes: what a layer's work may take for a moment. kept: what has to
     outlive vLLM's sleep. is_bound: whether vLLM has given the layers their caches; before, it runs
     them only to see how much memory they take.
-    retrieval: of the server, if it retrieves; retrieval_pass: what the running pass retrieves.
+    retrieval: of the server, if it retrieves; retrieval_pass: what the running pass retrieves;
+    retrieving: in which layers.
     """
 
     def __init__(
@@ -207,6 +207,7 @@ class LayerHooks:
         self.work: LayerWork | None = None
         self.scratch_bytes, self.is_bound = 0, False
         self.kept: list[Tensor] = []
+        self.retrieving = layout.retrieving
         self.retrieval: Retrieval | None = None
         self.retrieval_pass: RetrievalPass | None = None
         self.layers = [

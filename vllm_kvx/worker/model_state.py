@@ -85,7 +85,7 @@ class PolicyModelState(DefaultModelState):
         waits = any(policy.num_generated for policy in settings.policies)
         policies = settings.counted_policies()
         sizes = [stages.count(stage) for stage in range(len(self.starts))]
-        self.stats = PolicyStats(sizes, policies, len(self.hooks.names), first, layout.reuse_layers)
+        self.stats = PolicyStats(sizes, policies, len(self.hooks.names), first, layout.retrieving)
         self.memory = PrefillBuffers(
             attention, num_windows, layout.window, dtype, device, policies.size, waits
         )

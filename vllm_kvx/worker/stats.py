@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 
 from vllm_kvx.cache.latency import FIRST_TOKEN_BOUNDS, PER_TOKEN_BOUNDS
-from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.counted import CountedPolicies
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.reuse import layer_chooses
+from vllm_kvx.policy.retrieval_layers import OF_PAPERS, RetrievalLayers
 from vllm_kvx.worker.decode.step import RetrievalPass, rows_of
 from vllm_kvx.worker.prefill.chunks import PromptChunk, PromptState
 from vllm_kvx.worker.requests import Requests
@@ -38,17 +37,17 @@ class PolicyStats:
         policies: CountedPolicies | None = None,
         num_layers: int | None = None,
         first_layer: int = 0,
-        reuse_layers: int = 1,
+        retrieving: RetrievalLayers = OF_PAPERS,
     ) -> None:
         """stage_sizes: layers of every KV stage that this worker has.
 
         num_layers: that run, if others run as well. first_layer: the number of the first one.
-        reuse_layers: of the server's retrieval, see ``Retrieve``.
+        retrieving: the layers that retrieve.
         """
-        self.reuse_layers = reuse_layers
+        self.retrieving = retrieving
         self.stage_sizes, self.first_layer = np.array(stage_sizes), first_layer
         numbers = range(first_layer, first_layer + sum(stage_sizes))
-        chooses = [layer_chooses(number, reuse_layers, first_layer) for number in numbers]
+        chooses = [retrieving.chooses(number, first_layer) for number in numbers]
         # Layers of every stage that choose what they and others read.
         by_stage = np.split(np.array(chooses, dtype=int), np.cumsum(self.stage_sizes)[:-1])
         self._choosing = np.array([part.sum() for part in by_stage])
@@ -73,7 +72,7 @@ class PolicyStats:
     def anew(self, policies: CountedPolicies) -> "PolicyStats":
         """Of the same layers, with nothing counted yet."""
         sizes = self.stage_sizes.tolist()
-        return PolicyStats(sizes, policies, self.num_layers, self.first_layer, self.reuse_layers)
+        return PolicyStats(sizes, policies, self.num_layers, self.first_layer, self.retrieving)
 
     def row_of(self, policy: KVPolicy) -> int:
         """The policy's row in the counters."""
@@ -215,7 +214,7 @@ class PolicyStats:
             all_choose: (S, R) bool, of steps in which each layer of a stage that retrieves chooses.
         """
         starts = np.cumsum(self.stage_sizes) - self.stage_sizes
-        dense = np.clip(DENSE_LAYERS - self.first_layer - starts, 0, self.stage_sizes)
+        dense = np.clip(self.retrieving.dense - self.first_layer - starts, 0, self.stage_sizes)
         layers = (self.stage_sizes - dense)[:, None]
         seen = seen * (budgets > 0)
         has = seen.any(axis=0)

@@ -86,7 +86,7 @@ def test_status(server: Server) -> None:
     # Of 32 tokens and 64 channels a code bit each and two float16, beside float32 keys and values.
     assert ratio == pytest.approx(LAYERS / CUTOFF / (1 + 1 / 32), rel=0.001)
     sidecar = {"has_codes": True, "group": 32, "reduction": "max", "max_units": 64}
-    sidecar["reuse_layers"] = 1
+    sidecar |= {"reuse_layers": 1, "dense_layers": 2}
     assert layout["sidecar"] == sidecar
 
 

@@ -5,10 +5,13 @@ from typing import ClassVar, Self
 
 from vllm_kvx.policy.axes import DECODE_READS, Retrieve
 from vllm_kvx.policy.parameters import PolicyError
+from vllm_kvx.policy.retrieval_layers import RetrievalLayers
 
 MIN_BUDGET = 32
 MAX_BUDGET = 8192
 MAX_REUSE = 8
+# Those of the deepest models; a policy that reads that many whole saves nothing.
+MAX_DENSE = 128
 
 
 class RetrieveByGroups(Retrieve, ABC):
@@ -37,7 +40,8 @@ class RetrieveByGroups(Retrieve, ABC):
 
     @classmethod
     def of_index(
-        cls, group: int, budget: int, reduction: str, dense_below: int | str, reuse_layers: int = 1
+        cls, group: int, budget: int, reduction: str, below: int | str, layers: RetrievalLayers
     ) -> Self:
-        parameters = {"budget": budget, "reduction": reduction, "dense_below": dense_below}
-        return cls(**{cls.group_key: group, **parameters, "reuse_layers": reuse_layers})
+        parameters = {"budget": budget, "reduction": reduction, "dense_below": below}
+        parameters |= {"reuse_layers": layers.reuse, "dense_layers": layers.dense}
+        return cls(**{cls.group_key: group, **parameters})

@@ -4,8 +4,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_kvx.policy.axes import REDUCTIONS, IndexSpec
-from vllm_kvx.policy.methods.by_groups import MAX_BUDGET, MAX_REUSE, MIN_BUDGET, RetrieveByGroups
+from vllm_kvx.policy.methods.by_groups import (
+    MAX_BUDGET,
+    MAX_DENSE,
+    MAX_REUSE,
+    MIN_BUDGET,
+    RetrieveByGroups,
+)
 from vllm_kvx.policy.parameters import choice, integer
+from vllm_kvx.policy.retrieval_layers import OF_PAPERS
 
 GROUPS = (32, 64, 128, 256)
 
@@ -14,7 +21,7 @@ GROUPS = (32, 64, 128, 256)
 class FIER(RetrieveByGroups):
     """FIER: token-level retrieval by 1-bit quantised keys (Wang et al.).
 
-    Every entry stays stored; from the third layer on a decode step reads, for each KV head, the
+    Every entry stays stored; above the dense layers a decode step reads, for each KV head, the
     tokens of the newest quantisation group and the best-scoring others. A context no longer than
     the budget is read whole.
 
@@ -27,6 +34,7 @@ class FIER(RetrieveByGroups):
         where that was measured to be faster than reading everything, for one request or a batch.
     reuse_layers: layers that read by one choice, 1 to 8 (default 1): the first of so many that
         retrieve makes it, and the others of these read the same entries, head by head.
+    dense_layers: the first layers, which read everything, 0 to 128 (default 2, as in the paper).
     """
 
     name: ClassVar[str] = "fier"
@@ -42,6 +50,7 @@ class FIER(RetrieveByGroups):
     reduction: str = choice("max", REDUCTIONS)
     dense_below: int | str = integer("auto", at_least=0, words=("auto",))
     reuse_layers: int = integer(1, at_least=1, at_most=MAX_REUSE)
+    dense_layers: int = integer(OF_PAPERS.dense, at_least=0, at_most=MAX_DENSE)
 
     @property
     def index(self) -> IndexSpec:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.reuse import share_that_chooses
 from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok
 from vllm_kvx.tools.doctor.sizes import Sizes
 
@@ -37,7 +36,7 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
     machine = backends.score, layout.reduction, sizes.kv_heads, head_bytes
     num_reqs = context.vllm_config.scheduler_config.max_num_seqs
     states = model.is_hybrid
-    share = share_that_chooses(sizes.policy_layers, layout.reuse_layers)
+    share = layout.layers.share_that_chooses(sizes.policy_layers)
     alone = retrieve.floor(alone_from(*machine, keeps_state=states, choosing=share))
     least, invariant = retrieve.floor(0), envs.VLLM_BATCH_INVARIANT
     taken = costs(*machine, keeps_state=states, invariant=invariant, choosing=share)

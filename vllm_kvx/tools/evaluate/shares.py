@@ -3,7 +3,6 @@
 from collections.abc import Collection
 from typing import NamedTuple
 
-from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import skipped_of, storage_of
 
@@ -65,7 +64,7 @@ def shares_of(
         stored = prompt_len - storage.waiting.size if is_early else storage.kept
         kept += stored
         retrieve = policy.retrieve
-        if retrieve is None or layer < DENSE_LAYERS or stored < retrieve.floor(0):
+        if retrieve is None or not retrieve.layers.retrieves(layer) or stored < retrieve.floor(0):
             read += stored
         else:
             read += min(stored, retrieve.budget)

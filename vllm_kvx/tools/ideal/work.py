@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
+from vllm_kvx.policy.axes import Retrieve
 from vllm_kvx.policy.cache_dtype import INT8, SLIDING_WINDOW, split_skipped
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.reuse import layer_chooses
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import skipped_of, storage_of
 from vllm_kvx.tools.ideal.devices import Device
@@ -187,7 +186,7 @@ def _scanned(method: Retrieve | None, layer: int, entries: int) -> float:
     """The sidecar's share of `_read`."""
     if method is None or not _retrieves(method, layer, entries):
         return 0
-    if not layer_chooses(layer, method.reuse_layers):
+    if not method.layers.chooses(layer):
         return 0
     index = method.index
     # In units of a 16-bit key and value: two float16 a channel and group, and one bit a token.
@@ -196,7 +195,7 @@ def _scanned(method: Retrieve | None, layer: int, entries: int) -> float:
 
 
 def _retrieves(method: Retrieve, layer: int, entries: int) -> bool:
-    return layer >= DENSE_LAYERS and entries >= method.floor(0)
+    return method.layers.retrieves(layer) and entries >= method.floor(0)
 
 
 def attention_flops(shape: Shape, work: Work, kv_bytes: Bytes = 2) -> float:

@@ -8,7 +8,7 @@ from vllm_kvx.ops.library import COMMAND
 from vllm_kvx.ops.retrieval.backends import Backends
 from vllm_kvx.ops.retrieval.costs import Begins
 from vllm_kvx.ops.retrieval.crossover import NEVER
-from vllm_kvx.policy.axes import DENSE_LAYERS, Retrieve
+from vllm_kvx.policy.axes import Retrieve
 
 logger = init_logger("vllm.kvx.retrieval")
 
@@ -32,11 +32,11 @@ def announce(
         backends,
         backends.reason,
     )
-    if num_layers <= DENSE_LAYERS:
+    if num_layers <= policy.dense_layers:
         logger.warning(
             "%s saves nothing on this model: it reads the first %d layers with full attention "
             "whole, and there are %d",
-            *(policy, DENSE_LAYERS, num_layers),
+            *(policy, policy.dense_layers, num_layers),
         )
     if begins.batch <= max_model_len:
         return

@@ -14,7 +14,6 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.worker.decode.step import HookedLayer, RetrievalStep
 from vllm_kvx.worker.shared_attn_metadata import AttentionGroups
 
@@ -34,6 +33,7 @@ class BesideStock:
         vllm_config: VllmConfig,
         device: torch.device,
     ) -> None:
+        """layers: those that retrieve."""
         self._layers, self._vllm_config, self._device = layers, vllm_config, device
         self.lens = torch.zeros(num_stages, max_num_reqs, dtype=torch.int32, device=device)
         self._groups: AttentionGroups | None = None
@@ -76,9 +76,7 @@ class BesideStock:
         A builder keeps the metadata of one batch. attn_groups: all of the model's, by KV group.
         """
         if self._groups is None:
-            retrieving = {
-                hook.layer.layer_name for hook in self._layers if hook.index >= DENSE_LAYERS
-            }
+            retrieving = {hook.layer.layer_name for hook in self._layers}
             self._groups = []
             for groups in attn_groups:
                 self._groups.append([])

@@ -21,7 +21,6 @@ from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.policy.axes import Retrieve
 from vllm_kvx.policy.layout import RetrievalLayout
-from vllm_kvx.policy.reuse import layer_chooses, share_that_chooses
 from vllm_kvx.policy.storage import IntArray
 from vllm_kvx.worker.decode.announce import announce, figures
 from vllm_kvx.worker.decode.device_rows import on_device
@@ -85,10 +84,11 @@ class Retrieval:
         self.policy_rows, self.unknown = np.zeros((2, max_reqs), dtype=np.int64)
         self._ahead = settings.layout.drafts_ahead
         self.graph_rows = GraphRows(layout, num_stages, vllm_config, device)
-        drafts, reuse = vllm_config.num_speculative_tokens, layout.reuse_layers
+        drafts, reuse = vllm_config.num_speculative_tokens, layout.layers.reuse
         # Where layers read by another's choice, those of all rows that decode at once are kept.
         self.max_rows = self.graph_rows.max_rows if reuse == 1 else max_reqs * (1 + drafts)
-        self.beside_stock = BesideStock(layers, num_stages, max_reqs, vllm_config, device)
+        above = [layer for layer in layers if layout.layers.retrieves(layer.index)]
+        self.beside_stock = BesideStock(above, num_stages, max_reqs, vllm_config, device)
         index = INDEXES[layout.index]
         self.scratch = Scratch.of(
             index,
@@ -116,13 +116,13 @@ class Retrieval:
         self.backends = self.scratch.backends
         machine = (self.backends.score, layout.reduction, impl.num_kv_heads, entry_bytes(layers))
         first, states = layers[0].index, model.is_hybrid
-        share, invariant = share_that_chooses(num_layers, reuse), envs.VLLM_BATCH_INVARIANT
+        share, invariant = layout.layers.share_that_chooses(num_layers), envs.VLLM_BATCH_INVARIANT
         self.crossover = alone_from(*machine, keeps_state=states, choosing=share)
         self.costs = costs(*machine, keeps_state=states, invariant=invariant, choosing=share)
         # Where only policies of `kv_layout` retrieve, the one that needs the longest contexts.
         self.policy = settings.policy.retrieve or layout.largest
         # By place.
-        self._chooses = [layer_chooses(layer.index, reuse, first) for layer in layers]
+        self._chooses = [layout.layers.chooses(layer.index, first) for layer in layers]
         self.begins = Begins.of(
             self.policy.floor(self.crossover),
             self.policy.floor(0),
@@ -317,7 +317,7 @@ class Retrieval:
             bool(step.chunks),
             step.sampled,
             {layer: batches_of(self._stages[layer], rows) for layer, rows in split_layers.items()},
-            most_chosen=self.max_rows if self.layout.reuse_layers > 1 else 0,
+            most_chosen=self.max_rows if self.layout.layers.reuse > 1 else 0,
         )
 
     def on_device(

@@ -16,7 +16,6 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_kvx.models.passes import AttnMetadata, Queries, RequestRows, ToEntries
 from vllm_kvx.ops.prompt.chosen_rows import ChosenRows
-from vllm_kvx.policy.axes import DENSE_LAYERS
 from vllm_kvx.worker.batch import PassBatch, to_device
 from vllm_kvx.worker.layer_hooks import LayerHooks
 from vllm_kvx.worker.prefill.chunks import ChunkPlan, PromptChunk
@@ -146,7 +145,7 @@ class SplitLayer:
         busy = cut.requests
         stored, begins = step.stored_lens[self._stage][busy], step.begins[busy]
         is_cut: np.ndarray | None = None
-        if step.retrieval is not None and self._index >= DENSE_LAYERS:
+        if step.retrieval is not None and self._hooks.retrieving.retrieves(self._index):
             # Retrieval overwrites what attention makes of these.
             cut_to = step.retrieval.whole[self._stage][busy]
             is_cut = cut_to > 0
