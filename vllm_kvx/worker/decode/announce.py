@@ -35,7 +35,7 @@ def announce(
     if num_layers <= policy.dense_layers:
         logger.warning(
             "%s saves nothing on this model: it reads the first %d layers with full attention "
-            "whole, and there are %d",
+            "whole, and there are %d: set a lower dense_layers in the policy, down to 0",
             *(policy, policy.dense_layers, num_layers),
         )
     if begins.batch <= max_model_len:
