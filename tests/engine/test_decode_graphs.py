@@ -47,6 +47,7 @@ QUEST, AFTER = Read(Retrieve(64, pages=True)), After(Keep(kv_rate=0.3), 4)
         pytest.param([Read(Retrieve(64), AFTER), AFTER, FULL], 3, marks=nightly),
         pytest.param([FIER], 7, marks=nightly),
         pytest.param([Read(Retrieve(64, reuse_layers=2)), FULL], 3, marks=nightly),
+        pytest.param([Read(Retrieve(64, dense_layers=0)), FULL], 3, marks=nightly),
     ],
 )
 def test_steps_replay_graphs(

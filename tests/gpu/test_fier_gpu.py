@@ -32,6 +32,7 @@ PAGES = {"block_size": 32}
             fier.Retrieve(96, reduction="softmax", reuse_layers=2),
         ),
         ("quest-64:dense_below=0", fier.Retrieve(64, group=16, pages=True)),
+        ("fier-64:dense_below=0,dense_layers=0", fier.Retrieve(64, dense_layers=0)),
     ],
 )
 def test_parity_compiled(
@@ -58,8 +59,8 @@ def test_parity_compiled(
     full = [a for a, name in zip(answers, names, strict=True) if name]
     assert_parity(model, full, Speed())
     assert any(a.cached for a in again)
-    # Every decode step is a FULL graph; alone it runs no stock attention above layer 1. The
-    # prompts take four and three chunks.
+    # Every decode step is a FULL graph; alone it runs no stock attention above those that
+    # read everything. The prompts take four and three chunks.
     assert decode["all"] == 10 and decode["steps"] == 17 and mixed["mixed"] > 0, (mixed, decode)
 
 
