@@ -7,6 +7,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from vllm_kvx.cache.resumed_rows import ResumedRows
+from vllm_kvx.policy.retrieval_layers import RetrievalLayers
 from vllm_kvx.policy.spec import parse_policy
 
 READS = parse_policy("fier-64:reuse_layers=2")
@@ -14,7 +15,9 @@ READS = parse_policy("fier-64:reuse_layers=2")
 
 def rows_of(reuse_layers: int = 2, drafts: int = 0, is_hybrid: bool = False) -> ResumedRows:
     """Of a server of at most five requests."""
-    settings: Any = SimpleNamespace(layout=SimpleNamespace(reuse_layers=reuse_layers))
+    settings: Any = SimpleNamespace(
+        layout=SimpleNamespace(retrieving=RetrievalLayers(reuse=reuse_layers))
+    )
     config: Any = SimpleNamespace(
         num_speculative_tokens=drafts,
         scheduler_config=SimpleNamespace(max_num_seqs=5),

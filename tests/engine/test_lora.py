@@ -94,19 +94,22 @@ def test_preempted_with_adapters(engine: Engine, adapters: Adapters) -> None:
         engine.assert_idle()
 
 
-def test_begins_when_vllm_does(adapters: Adapters, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("max_tokens", "longest"), [(8, 640), (50, 104)])
+def test_begins_when_vllm_does(
+    adapters: Adapters, monkeypatch: pytest.MonkeyPatch, max_tokens: int, longest: int
+) -> None:
     """Steps planned ahead give a slot away once its adapter's last token is under way."""
     keep_in_process(monkeypatch)
     schedule_ahead(monkeypatch, True)
-    prompts = prompts_of((97, 33, 160, 5, 64, 130), seed=1)
+    prompts = prompts_of((97, 33, 90, 5, 64, 100), seed=1)
     each = list(islice(cycle([*adapters][1:]), len(prompts)))
-    room = dict(enable_lora=True, max_loras=SLOTS, max_lora_rank=8)
+    room = dict(enable_lora=True, max_loras=SLOTS, max_lora_rank=8, max_model_len=longest)
 
     def steps(policy: str | None) -> list[dict[int, int]]:
         with running(adapters[None], policy, **room) as engine:
             found = engine.watch_steps()
             names = [None if policy is None else "full"] * len(prompts)
-            engine.generate(prompts, 8, names, adapters=each)
+            engine.generate(prompts, max_tokens, names, adapters=each)
         return [step for step in found if step]
 
     assert steps("snapkv:kv_rate=0.3") == steps(None)

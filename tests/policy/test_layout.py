@@ -392,26 +392,3 @@ def test_rows_leave_only_where_a_segment_begins() -> None:
         check_fits(parse_policy("speed-8"), pyramid, 32)
     both = layout_of(map(parse_policy, ("pyramidkv:groups=4", "speed-8")), 32)
     check_fits(parse_policy("speed-8"), both, 32)
-
-
-def test_a_server_has_one_number_of_layers_that_read_by_a_choice() -> None:
-    """Requests differ in budgets; a name that fits is told where they do not."""
-    layout = Layout((), RetrievalLayout.of(parse_policy("fier-64:reuse_layers=3").retrieve))  # type: ignore[arg-type]
-    assert "a choice for 3 layers" in str(layout.sidecar)
-    check_fits(parse_policy("fier-32:reuse_layers=3"), layout, 8)
-    with pytest.raises(PolicyError, match="reuse_layers=3"):
-        check_fits(parse_policy("fier-32"), layout, 8)
-    with pytest.raises(PolicyError, match="reuse_layers"):
-        parse_policy("fier-64:reuse_layers=9")
-
-
-def test_a_server_has_one_number_of_layers_that_read_everything() -> None:
-    layout = Layout((), RetrievalLayout.of(parse_policy("fier-64:dense_layers=0").retrieve))  # type: ignore[arg-type]
-    assert "0 layers read whole" in str(layout.sidecar)
-    assert "read whole" not in str(RetrievalLayout.of(parse_policy("fier-64").retrieve))  # type: ignore[arg-type]
-    check_fits(parse_policy("fier-32:dense_layers=0"), layout, 8)
-    assert str(layout.sidecar and layout.sidecar.largest) == "fier-64:dense_layers=0"
-    with pytest.raises(PolicyError, match="dense_layers=0"):
-        check_fits(parse_policy("fier-32"), layout, 8)
-    with pytest.raises(PolicyError, match="dense_layers"):
-        parse_policy("fier-64:dense_layers=-1")

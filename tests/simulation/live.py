@@ -79,7 +79,8 @@ class Live:
         done: how many of them are computed. known: the same, or with the last step's `rejected`
             ones, which the scheduler may not know of yet.
         prefill_len: how many of them it came with.
-        storages: by layer. floor: entries from which on its answer retrieves.
+        storages: by layer. floor: entries from which on its answer retrieves; dense: in the layers
+            from this one on.
         chosen: the tokens that go on, once they are chosen.
         queries: of the window while it is spread over chunks, by slot and layer: by place, the
             positions.
@@ -101,6 +102,7 @@ class Live:
         self.known, self.rejected = self.done, 0
         self.prefill_len = len(self.tokens)
         self.floor = NEVER if policy.retrieve is None else policy.retrieve.floor(0)
+        self.dense = 0 if policy.retrieve is None else policy.retrieve.dense_layers
         self.selection = policy.selection(self.prompt_len, len(storages))
         restarts = self.selection is not None and self.selection.resumes_at == 0
         self.is_lossy = policy.is_lossy_decode or restarts
@@ -214,12 +216,14 @@ class Made:
         self._parts = [(live[int(requests[a])], slice(a, b)) for a, b in pairwise(edges)]
         self._shared = np.zeros(len(requests), dtype=np.int64)
         self._numbers = np.zeros(len(requests), dtype=np.int64)
-        # By row: from where on it retrieves.
+        # By row: from where on it retrieves, and in layers from which one on.
         self.floors = np.full(len(requests), NEVER)
+        self.dense = np.zeros(len(requests), dtype=np.int64)
         for one, span in self._parts:
             at = positions[span]
             self._shared[span], self._numbers[span] = one.shared(at), one.number
             self.floors[span] = np.where(at >= one.prompt_len, one.floor, NEVER)
+            self.dense[span] = one.dense
         self._shared *= _MIX
         self._numbers *= _OWN
         self._masks: dict[int, tuple[np.ndarray, np.ndarray]] = {}

@@ -102,7 +102,7 @@ class Model:
         self._projected: dict[int, set[int]] = {}
         self.hooks, self.beside = hooks, beside
         self.cache, self.expected, self.live, self.starts = cache, expected, live, starts
-        self.row_layers, self._dense = 0, hooks.retrieving.dense
+        self.row_layers = 0
         # By row of the stash: what its state is made of, of which position, before which layer.
         self.stashed: dict[int, tuple[int, int, int]] = {}
 
@@ -288,7 +288,7 @@ class Model:
         seen = Seen.of(np.repeat(lens, counts) - after)
         if ((seen.lens < 1) & (np.repeat(counts, counts) > 1)).any():
             raise Mismatch(f"layer {layer}: rows {rows.positions} are more than the entries {lens}")
-        retrieval = self.hooks.retrieval_pass if layer >= self._dense else None
+        retrieval = self.hooks.retrieval_pass if self.hooks.retrieving.retrieves(layer) else None
         mode = Mode.DENSE if retrieval is None else retrieval.modes[hook.stage]
         if mode is not Mode.ALL:
             attends = self._attend(layer, metadata, lens, mode)
@@ -298,7 +298,7 @@ class Model:
             self.beside.retrieve(retrieval, hook, rows, batch.requests, seen)
         if self.hooks.work is not None:
             self.beside.run(self.hooks.work, hook, rows, batch.requests)
-        wanted = (seen.lens >= made.floors) & (layer >= self._dense)
+        wanted = (seen.lens >= made.floors) & (layer >= made.dense)
         wrong = (seen.retrieved != wanted) | ~(seen.attended | wanted)
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])

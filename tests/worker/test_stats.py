@@ -85,7 +85,7 @@ def test_layers_that_read_by_anothers_choice_score_nothing() -> None:
         row = stats.row_of(parse_policy("fier-64:dense_below=0,reuse_layers=3"))
         stats.add_retrieval(np.array([row]), seen, seen, budgets, seen < 0)
         assert stats.retrieval[row][1] == expected
-        assert stats.anew(stats.policies).reuse_layers == 3
+        assert stats.anew(stats.policies).retrieving == RetrievalLayers(reuse=3)
 
 
 def test_layers_score_for_themselves_where_choices_are_not_kept() -> None:

@@ -14,9 +14,9 @@ class AdapterSlots:
     token an earlier step samples needs none, as for vLLM.
     """
 
-    def __init__(self, max_loras: int | None) -> None:
+    def __init__(self, max_loras: int | None, max_model_len: int) -> None:
         """max_loras: how many slots there are; None without adapters."""
-        self._max_loras = max_loras
+        self._max_loras, self._max_model_len = max_loras, max_model_len
         self._taken: set[int] = set()
         self._num_seen = 0
 
@@ -33,19 +33,19 @@ class AdapterSlots:
         if self._max_loras is None or request.lora_request is None:
             return True
         for each in running[self._num_seen :]:
-            if each.lora_request is not None and not _has_had_all_steps(each):
+            if each.lora_request is not None and not self._has_had_all_steps(each):
                 self._taken.add(each.lora_request.lora_int_id)
         self._num_seen = len(running)
         is_there = request.lora_request.lora_int_id in self._taken
         return is_there or len(self._taken) < self._max_loras
 
+    def _has_had_all_steps(self, request: Request) -> bool:
+        """Whether a step under way samples its last token, so that no later one has it.
 
-def _has_had_all_steps(request: Request) -> bool:
-    """Whether a step under way samples its last token, so that no later one has it.
-
-    Steps are planned ahead then. That is how vLLM's scheduler tells which requests to pass over,
-    and holds if all drafts under way are rejected.
-    """
-    under_way = request.num_output_placeholders
-    sure = request.num_computed_tokens + 2 - under_way
-    return under_way > 0 and sure >= request.num_prompt_tokens + request.max_tokens
+        Steps are planned ahead then. That is how vLLM's scheduler tells which requests to pass
+        over, and holds if all drafts under way are rejected.
+        """
+        under_way = request.num_output_placeholders
+        sure = request.num_computed_tokens + 2 - under_way
+        longest = min(request.num_prompt_tokens + request.max_tokens, self._max_model_len)
+        return under_way > 0 and sure >= longest

@@ -376,7 +376,7 @@ class Retrieve(Method, ABC):
         """The method of this class whose index has such groups. below: `dense_below`."""
 
     @property
-    def layers(self) -> RetrievalLayers:
+    def retrieving(self) -> RetrievalLayers:
         """The layers that retrieve."""
         return RetrievalLayers(self.dense_layers, self.reuse_layers)
 

@@ -68,7 +68,7 @@ class RetrievalLayout:
         return self._of_budget(budget, method.dense_below)
 
     @property
-    def layers(self) -> RetrievalLayers:
+    def retrieving(self) -> RetrievalLayers:
         """The layers that retrieve."""
         return RetrievalLayers(self.dense_layers, self.reuse_layers)
 
@@ -78,7 +78,9 @@ class RetrievalLayout:
         return self._of_budget(self.max_units * self.unit, "auto")
 
     def _of_budget(self, budget: int, dense_below: int | str) -> Retrieve:
-        return self._method.of_index(self.group, budget, self.reduction, dense_below, self.layers)
+        return self._method.of_index(
+            self.group, budget, self.reduction, dense_below, self.retrieving
+        )
 
     @property
     def _method(self) -> type[Retrieve]:
@@ -102,7 +104,7 @@ class RetrievalLayout:
         budget = self.max_units * self.unit
         layers = f", a choice for {self.reuse_layers} layers" if self.reuse_layers > 1 else ""
         if self.dense_layers != OF_PAPERS.dense:
-            layers += f", {self.dense_layers} layers read whole"
+            layers += f", the first {self.dense_layers} read whole"
         return (
             f"{what} of {self.group} tokens ({self.reduction}, budgets of up to {budget}{layers})"
         )
@@ -185,7 +187,7 @@ class Layout:
     @property
     def retrieving(self) -> RetrievalLayers:
         """The layers that retrieve, if any do."""
-        return OF_PAPERS if self.sidecar is None else self.sidecar.layers
+        return OF_PAPERS if self.sidecar is None else self.sidecar.retrieving
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -289,8 +291,8 @@ def layout_of(policies: Iterable[KVPolicy], num_layers: int) -> Layout:
             if sidecar is not None and not needed.is_like(sidecar):
                 raise PolicyError(
                     f"one server holds one sidecar, but {owner} needs one of {sidecar}, and "
-                    f"{policy} one of {needed}: give them the same method, group or page, and "
-                    "reduction, or each a server of its own"
+                    f"{policy} one of {needed}: give them the same method, group or page, "
+                    "reduction, reuse_layers and dense_layers, or each a server of its own"
                 )
             if not needed.fits(sidecar):
                 sidecar, owner = needed, policy

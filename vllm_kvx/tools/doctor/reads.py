@@ -20,6 +20,13 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
     from vllm_kvx.ops.retrieval.costs import Begins, alone_from, costs
     from vllm_kvx.ops.retrieval.crossover import NEVER
 
+    if sizes.policy_layers <= retrieve.dense_layers:
+        yield note(
+            f"{retrieve} saves nothing on this model: it reads the first {retrieve.dense_layers} "
+            f"layers with full attention whole, and there are {sizes.policy_layers}",
+            "set a lower dense_layers in the policy, down to 0",
+        )
+        return
     layout = RetrievalLayout.of(retrieve)
     model, parallel = context.vllm_config.model_config, context.vllm_config.parallel_config
     share = model.get_num_attention_heads(parallel) // sizes.kv_heads
@@ -36,7 +43,7 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
     machine = backends.score, layout.reduction, sizes.kv_heads, head_bytes
     num_reqs = context.vllm_config.scheduler_config.max_num_seqs
     states = model.is_hybrid
-    share = layout.layers.share_that_chooses(sizes.policy_layers)
+    share = layout.retrieving.share_that_chooses(sizes.policy_layers)
     alone = retrieve.floor(alone_from(*machine, keeps_state=states, choosing=share))
     least, invariant = retrieve.floor(0), envs.VLLM_BATCH_INVARIANT
     taken = costs(*machine, keeps_state=states, invariant=invariant, choosing=share)

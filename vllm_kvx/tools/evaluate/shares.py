@@ -64,7 +64,11 @@ def shares_of(
         stored = prompt_len - storage.waiting.size if is_early else storage.kept
         kept += stored
         retrieve = policy.retrieve
-        if retrieve is None or not retrieve.layers.retrieves(layer) or stored < retrieve.floor(0):
+        if (
+            retrieve is None
+            or not retrieve.retrieving.retrieves(layer)
+            or stored < retrieve.floor(0)
+        ):
             read += stored
         else:
             read += min(stored, retrieve.budget)

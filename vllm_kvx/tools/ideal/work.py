@@ -186,7 +186,7 @@ def _scanned(method: Retrieve | None, layer: int, entries: int) -> float:
     """The sidecar's share of `_read`."""
     if method is None or not _retrieves(method, layer, entries):
         return 0
-    if not method.layers.chooses(layer):
+    if not method.retrieving.chooses(layer):
         return 0
     index = method.index
     # In units of a 16-bit key and value: two float16 a channel and group, and one bit a token.
@@ -195,7 +195,7 @@ def _scanned(method: Retrieve | None, layer: int, entries: int) -> float:
 
 
 def _retrieves(method: Retrieve, layer: int, entries: int) -> bool:
-    return method.layers.retrieves(layer) and entries >= method.floor(0)
+    return method.retrieving.retrieves(layer) and entries >= method.floor(0)
 
 
 def attention_flops(shape: Shape, work: Work, kv_bytes: Bytes = 2) -> float:

@@ -84,10 +84,10 @@ class Retrieval:
         self.policy_rows, self.unknown = np.zeros((2, max_reqs), dtype=np.int64)
         self._ahead = settings.layout.drafts_ahead
         self.graph_rows = GraphRows(layout, num_stages, vllm_config, device)
-        drafts, reuse = vllm_config.num_speculative_tokens, layout.layers.reuse
+        drafts, rule = vllm_config.num_speculative_tokens, layout.retrieving
         # Where layers read by another's choice, those of all rows that decode at once are kept.
-        self.max_rows = self.graph_rows.max_rows if reuse == 1 else max_reqs * (1 + drafts)
-        above = [layer for layer in layers if layout.layers.retrieves(layer.index)]
+        self.max_rows = self.graph_rows.max_rows if rule.reuse == 1 else max_reqs * (1 + drafts)
+        above = [layer for layer in layers if rule.retrieves(layer.index)]
         self.beside_stock = BesideStock(above, num_stages, max_reqs, vllm_config, device)
         index = INDEXES[layout.index]
         self.scratch = Scratch.of(
@@ -103,7 +103,7 @@ class Retrieval:
                 impl.num_kv_heads,
                 score_bytes(device),
                 drafts,
-                at_once=reuse > 1,
+                at_once=rule.reuse > 1,
             ),
             max_units=layout.max_units,
             unit=layout.unit,
@@ -111,18 +111,18 @@ class Retrieval:
             device=device,
             dtype=cast(torch.dtype, model.dtype),
             # Not where other layers read what one chose.
-            one_launch=reuse == 1 and pays(impl),
+            one_launch=rule.reuse == 1 and pays(impl),
         )
         self.backends = self.scratch.backends
         machine = (self.backends.score, layout.reduction, impl.num_kv_heads, entry_bytes(layers))
         first, states = layers[0].index, model.is_hybrid
-        share, invariant = layout.layers.share_that_chooses(num_layers), envs.VLLM_BATCH_INVARIANT
+        share, invariant = rule.share_that_chooses(num_layers), envs.VLLM_BATCH_INVARIANT
         self.crossover = alone_from(*machine, keeps_state=states, choosing=share)
         self.costs = costs(*machine, keeps_state=states, invariant=invariant, choosing=share)
         # Where only policies of `kv_layout` retrieve, the one that needs the longest contexts.
         self.policy = settings.policy.retrieve or layout.largest
         # By place.
-        self._chooses = [layout.layers.chooses(layer.index, first) for layer in layers]
+        self._chooses = [rule.chooses(layer.index, first) for layer in layers]
         self.begins = Begins.of(
             self.policy.floor(self.crossover),
             self.policy.floor(0),
@@ -317,7 +317,7 @@ class Retrieval:
             bool(step.chunks),
             step.sampled,
             {layer: batches_of(self._stages[layer], rows) for layer, rows in split_layers.items()},
-            most_chosen=self.max_rows if self.layout.layers.reuse > 1 else 0,
+            most_chosen=self.max_rows if self.layout.retrieving.reuse > 1 else 0,
         )
 
     def on_device(
