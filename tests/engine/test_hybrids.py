@@ -69,6 +69,11 @@ def test_layers_that_share_a_choice(made: Callable[[str], Path], name: str) -> N
     assert_parity_and_again(made(name), LENGTHS[:6], [Read(Retrieve(64, reuse_layers=2)), FULL])
 
 
+@pytest.mark.parametrize("name", by_day(["qwen3_next", "gpt_oss"], ()))
+def test_every_full_layer_retrieves(made: Callable[[str], Path], name: str) -> None:
+    assert_parity_and_again(made(name), LENGTHS[:6], [Read(Retrieve(64, dense_layers=0)), FULL])
+
+
 @pytest.mark.parametrize("name", by_day(list(hybrids.WRAPPED), ()))
 def test_wrapped(made: Callable[[str], Path], name: str) -> None:
     """As checkpoints are: in models that also read images, one with experts."""
