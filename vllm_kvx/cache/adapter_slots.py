@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from vllm.config import VllmConfig
 from vllm.v1.request import Request
 
 
@@ -14,9 +15,11 @@ class AdapterSlots:
     token an earlier step samples needs none, as for vLLM.
     """
 
-    def __init__(self, max_loras: int | None, max_model_len: int) -> None:
-        """max_loras: how many slots there are; None without adapters."""
-        self._max_loras, self._max_model_len = max_loras, max_model_len
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        lora = vllm_config.lora_config
+        # None without adapters.
+        self._max_loras = None if lora is None else lora.max_loras
+        self._max_model_len = vllm_config.model_config.max_model_len
         self._taken: set[int] = set()
         self._num_seen = 0
 

@@ -82,10 +82,7 @@ class _PolicyScheduling(_Base):
             limit_external_hits(self.connector, self._may_load)
         self.admission = PromptAdmission(settings, self.vllm_config.scheduler_config)
         self.resumed_rows = ResumedRows(settings, self.vllm_config)
-        lora = self.vllm_config.lora_config
-        self._adapter_slots = AdapterSlots(
-            None if lora is None else lora.max_loras, self.max_model_len
-        )
+        self._adapter_slots = AdapterSlots(self.vllm_config)
         self._to_shrink: list[Request] = []
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         self._has_states = self.need_mamba_block_aligned_split
