@@ -30,6 +30,15 @@ def test_which_layers_choose(dense: int, reuse: int, first: int, choosing: list[
     assert [layer for layer in range(8) if rule.retrieves(layer)] == list(range(dense, 8))
 
 
+def test_a_policy_that_reads_all_layers_whole_says_so() -> None:
+    fier = parse_policy("fier-64:dense_layers=8").parts[0]
+    assert fier.notice(9) is None
+    for layers in (8, 3):
+        notice = fier.notice(layers)
+        assert notice is not None and "the first 8 layers with full attention whole" in notice
+        assert f"there are {layers}: set a lower dense_layers" in notice
+
+
 def test_a_server_has_one_number_of_layers_that_read_by_a_choice() -> None:
     """Requests differ in budgets; a name that fits is told where they do not."""
     layout = Layout((), RetrievalLayout.of(parse_policy("fier-64:reuse_layers=3").retrieve))  # type: ignore[arg-type]

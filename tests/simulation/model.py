@@ -288,7 +288,7 @@ class Model:
         seen = Seen.of(np.repeat(lens, counts) - after)
         if ((seen.lens < 1) & (np.repeat(counts, counts) > 1)).any():
             raise Mismatch(f"layer {layer}: rows {rows.positions} are more than the entries {lens}")
-        retrieval = self.hooks.retrieval_pass if self.hooks.retrieving.retrieves(layer) else None
+        retrieval = self.hooks.retrieval_pass if hook.retrieves else None
         mode = Mode.DENSE if retrieval is None else retrieval.modes[hook.stage]
         if mode is not Mode.ALL:
             attends = self._attend(layer, metadata, lens, mode)

@@ -30,7 +30,7 @@ def said(
     ops = Backends.of(backend, reason, torch.bfloat16, 128, 4, "max")
     machine = costs(backend, "max" if crossover < NEVER else "softmax", 8, 512)
     begins = Begins.of(policy.floor(crossover), policy.floor(0), policy.budget, machine, 64)
-    announce(policy, begins, ops, 32768, 28)
+    announce(policy, begins, ops, 32768)
     assert logger.level in (logging.NOTSET, logging.INFO)
     return lines["info"], lines["warning"]
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from vllm_kvx.policy.layout import layout_of
-from vllm_kvx.policy.retrieval_layers import RetrievalLayers
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.windows import Windows
 from vllm_kvx.worker.batch import PassBatch, unplanned
@@ -130,10 +129,9 @@ def test_both_ends_of_a_prompt_are_two_sequences() -> None:
         metadata_of=metadata_of,
     )
     its = SimpleNamespace(layer_name="layer 4")
-    hook = SimpleNamespace(index=4, stage=0, group=0, layer=its)
+    hook = SimpleNamespace(index=4, stage=0, group=0, layer=its, retrieves=True)
     memory: Any = SimpleNamespace(device=CPU)
-    hooks: Any = SimpleNamespace(by_number={4: hook}, retrieving=RetrievalLayers())
-    layer = SplitLayer(hooks, memory, step, 4)
+    layer = SplitLayer(SimpleNamespace(by_number={4: hook}), memory, step, 4)  # type: ignore[arg-type]
     metadata = layer.metadata_later(rows)()
     assert metadata == {"layer 4": "its own", "layer 5": "the same"}
     ((batch, ends, groups, is_prefill, is_known),) = told

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from vllm_kvx.policy.axes import NO_GAP, Gap
+from vllm_kvx.policy.axes import NO_GAP, Gap, Retrieve
 from vllm_kvx.policy.policy import KVPolicy
 
 __all__ = ["NO_GAP", "STASH_PAGE", "Gap", "IntArray", "Storage", "storage_of", "stored_lens"]
@@ -154,6 +154,11 @@ def skipped_of(policy: KVPolicy, prompt_len: int, layer: int) -> Gap:
     They are those of `gap_of`, and those whose entries are projected instead.
     """
     return NO_GAP if policy.propagate is None else policy.propagate.skipped(prompt_len, layer)
+
+
+def reads_part(retrieve: Retrieve, layer: int, entries: int) -> bool:
+    """Whether a decode step may read less than all `entries` that a layer stores."""
+    return retrieve.retrieving.retrieves(layer) and entries >= retrieve.floor(0)
 
 
 def stored_len(

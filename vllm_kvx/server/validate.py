@@ -300,7 +300,8 @@ def _log_answers(identity: ModelIdentity, settings: KVSettings) -> None:
     lines += evaluation_notice.lines(settings.policies)
     for line, is_well in lines:
         (logger.info if is_well else logger.warning)("KV policy %s", line)
-    for policy in settings.policies:
+    drafters = () if settings.drafts is None else (settings.drafts.policy,)
+    for policy in (*settings.policies, *drafters):
         for part in policy.parts:
             if notice := part.notice(settings.num_layers):
                 logger.warning("KV policy %s: %s", policy, notice)

@@ -47,11 +47,16 @@ class LayerHook:
         stage: int,
         first: int = 0,
         number: int | None = None,
+        retrieves: bool = True,
     ) -> None:
-        """first: the number of the worker's first policy layer. number: `index` unless given."""
+        """first: the number of the worker's first policy layer. number: `index` unless given.
+
+        retrieves: whether it may read less than all, where the server retrieves.
+        """
         self.hooks, self.layer, self.stage = hooks, layer, stage
         self.place, self.index = place, first + place
         self.number = self.index if number is None else number
+        self.retrieves = retrieves
         self.group = 0
         self.value_factors: Tensor | None = None
         stock: Callable[..., Any] = layer.impl.forward
@@ -62,7 +67,7 @@ class LayerHook:
             hooks = self.hooks
             if not hooks.is_bound:
                 hooks._take_scratch(query.device)
-            retrieves = hooks.retrieval_pass if hooks.retrieving.retrieves(self.index) else None
+            retrieves = hooks.retrieval_pass if self.retrieves else None
             mode = Mode.DENSE if retrieves is None else retrieves.modes[self.stage]
             out = kw.get("output")
             if args and isinstance(args[0], ChosenRows):
@@ -184,8 +189,7 @@ class LayerHooks:
     of one with work. scratch_bytes: what a layer's work may take for a moment. kept: what has to
     outlive vLLM's sleep. is_bound: whether vLLM has given the layers their caches; before, it runs
     them only to see how much memory they take.
-    retrieval: of the server, if it retrieves; retrieval_pass: what the running pass retrieves;
-    retrieving: in which layers.
+    retrieval: of the server, if it retrieves; retrieval_pass: what the running pass retrieves.
     """
 
     def __init__(
@@ -207,11 +211,13 @@ class LayerHooks:
         self.work: LayerWork | None = None
         self.scratch_bytes, self.is_bound = 0, False
         self.kept: list[Tensor] = []
-        self.retrieving = layout.retrieving
         self.retrieval: Retrieval | None = None
         self.retrieval_pass: RetrievalPass | None = None
         self.layers = [
-            LayerHook(self, layer, place, stage, first, numbers[layer.layer_name])
+            LayerHook(
+                *(self, layer, place, stage, first, numbers[layer.layer_name]),
+                retrieves=layout.retrieving.retrieves(first + place),
+            )
             for place, (layer, stage) in enumerate(zip(attention, stages, strict=True))
         ]
         self.by_number = {hook.number: hook for hook in self.layers}

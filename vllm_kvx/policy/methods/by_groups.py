@@ -38,6 +38,15 @@ class RetrieveByGroups(Retrieve, ABC):
                 f"the budget of {self.budget} tokens, got {group}"
             )
 
+    def notice(self, num_layers: int) -> str | None:
+        if num_layers > self.dense_layers:
+            return None
+        return (
+            f"saves nothing on this model: it reads the first {self.dense_layers} layers with full "
+            f"attention whole, and there are {num_layers}: set a lower dense_layers in the policy, "
+            "down to 0"
+        )
+
     @classmethod
     def of_index(
         cls, group: int, budget: int, reduction: str, below: int | str, layers: RetrievalLayers

@@ -20,13 +20,6 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
     from vllm_kvx.ops.retrieval.costs import Begins, alone_from, costs
     from vllm_kvx.ops.retrieval.crossover import NEVER
 
-    if sizes.policy_layers <= retrieve.dense_layers:
-        yield note(
-            f"{retrieve} saves nothing on this model: it reads the first {retrieve.dense_layers} "
-            f"layers with full attention whole, and there are {sizes.policy_layers}",
-            "set a lower dense_layers in the policy, down to 0",
-        )
-        return
     layout = RetrievalLayout.of(retrieve)
     model, parallel = context.vllm_config.model_config, context.vllm_config.parallel_config
     share = model.get_num_attention_heads(parallel) // sizes.kv_heads

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from vllm_kvx.policy.policy import KVPolicy
-from vllm_kvx.policy.storage import skipped_of, storage_of
+from vllm_kvx.policy.storage import reads_part, skipped_of, storage_of
 
 
 class Shares(NamedTuple):
@@ -64,11 +64,7 @@ def shares_of(
         stored = prompt_len - storage.waiting.size if is_early else storage.kept
         kept += stored
         retrieve = policy.retrieve
-        if (
-            retrieve is None
-            or not retrieve.retrieving.retrieves(layer)
-            or stored < retrieve.floor(0)
-        ):
+        if retrieve is None or not reads_part(retrieve, layer, stored):
             read += stored
         else:
             read += min(stored, retrieve.budget)

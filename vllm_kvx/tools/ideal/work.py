@@ -15,7 +15,7 @@ from vllm_kvx.policy.cache_dtype import INT8, SLIDING_WINDOW, split_skipped
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.spec import parse_policy
-from vllm_kvx.policy.storage import skipped_of, storage_of
+from vllm_kvx.policy.storage import reads_part, skipped_of, storage_of
 from vllm_kvx.tools.ideal.devices import Device
 from vllm_kvx.tools.ideal.shape import Shape
 
@@ -177,14 +177,14 @@ def _pairs(rows: int) -> int:
 
 def _read(method: Retrieve | None, layer: int, entries: int) -> float:
     """What a decode step reads of a layer's `entries`: those of the budget, and the sidecar."""
-    if method is None or not _retrieves(method, layer, entries):
+    if method is None or not reads_part(method, layer, entries):
         return entries
     return min(entries, method.budget) + _scanned(method, layer, entries)
 
 
 def _scanned(method: Retrieve | None, layer: int, entries: int) -> float:
     """The sidecar's share of `_read`."""
-    if method is None or not _retrieves(method, layer, entries):
+    if method is None or not reads_part(method, layer, entries):
         return 0
     if not method.retrieving.chooses(layer):
         return 0
@@ -192,10 +192,6 @@ def _scanned(method: Retrieve | None, layer: int, entries: int) -> float:
     # In units of a 16-bit key and value: two float16 a channel and group, and one bit a token.
     codes = 1 / 32 if index.name == "one_bit" else 0
     return entries * (1 / index.group + codes)
-
-
-def _retrieves(method: Retrieve, layer: int, entries: int) -> bool:
-    return method.retrieving.retrieves(layer) and entries >= method.floor(0)
 
 
 def attention_flops(shape: Shape, work: Work, kv_bytes: Bytes = 2) -> float:

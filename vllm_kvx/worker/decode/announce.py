@@ -13,12 +13,10 @@ from vllm_kvx.policy.axes import Retrieve
 logger = init_logger("vllm.kvx.retrieval")
 
 
-def announce(
-    policy: Retrieve, begins: Begins, backends: Backends, max_model_len: int, num_layers: int
-) -> None:
+def announce(policy: Retrieve, begins: Begins, backends: Backends, max_model_len: int) -> None:
     """Logs what `policy` reads on this machine; warns if it reads every context whole.
 
-    begins: from where on it retrieves here. backends: the ops that run. num_layers: policy layers.
+    begins: from where on it retrieves here. backends: the ops that run.
     """
     shorter = ", and shorter ones whole" if begins.batch < NEVER else ""
     # A warning where faster ops could run, had they been built.
@@ -32,12 +30,6 @@ def announce(
         backends,
         backends.reason,
     )
-    if num_layers <= policy.dense_layers:
-        logger.warning(
-            "%s saves nothing on this model: it reads the first %d layers with full attention "
-            "whole, and there are %d: set a lower dense_layers in the policy, down to 0",
-            *(policy, policy.dense_layers, num_layers),
-        )
     if begins.batch <= max_model_len:
         return
     build = (

@@ -130,7 +130,7 @@ class Retrieval:
             self.costs,
             max_reqs,
         )
-        announce(self.policy, self.begins, self.backends, model.max_model_len, num_layers)
+        announce(self.policy, self.begins, self.backends, model.max_model_len)
         in_torch, loads = self.backends.score == "torch", vllm_config.kv_transfer_config is not None
         self.sidecars = Sidecars(index, layers, max_reqs, in_torch, loads, device)
         self.sampler = RecallSampler(settings.recall_every, device, num_policies)

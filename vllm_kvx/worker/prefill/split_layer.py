@@ -35,7 +35,7 @@ class SplitLayer:
     ) -> None:
         hook = hooks.by_number[layer]
         self._hooks, self._memory, self._step, self._number = hooks, memory, step, layer
-        self._index, self._stage, self._group = hook.index, hook.stage, hook.group
+        self._stage, self._group, self._retrieves = hook.stage, hook.group, hook.retrieves
         self.name: str = hook.layer.layer_name
 
     # In the pass below it, which the rows leave.
@@ -145,7 +145,7 @@ class SplitLayer:
         busy = cut.requests
         stored, begins = step.stored_lens[self._stage][busy], step.begins[busy]
         is_cut: np.ndarray | None = None
-        if step.retrieval is not None and self._hooks.retrieving.retrieves(self._index):
+        if step.retrieval is not None and self._retrieves:
             # Retrieval overwrites what attention makes of these.
             cut_to = step.retrieval.whole[self._stage][busy]
             is_cut = cut_to > 0
