@@ -27,7 +27,8 @@ are the files, [listed in the report](report.md#files).
 Requests/s is the highest rate tried, of a Poisson process, at which as many requests as a table
 says are within its limits of TTFT and of mean TPOT. "Not at" is the lowest rate tried at which they
 are not, and beside it what share of the requests missed each limit there: that is what limits the
-server. A run is a sample of some dozens of requests, the same for all servers at the same rate.
+server. TTFT and TPOT are those at the rate that is held, in brackets at the lowest one tried where
+none is. A run is a sample of some dozens of requests, the same for all servers at the same rate.
 [How it is measured](../../benchmarks/README.md#what-a-server-holds-within-limits).
 
 Answers are those of real checkpoints under the same setting: the same parameters and, where a
@@ -96,8 +97,8 @@ def _rows(file: File, load: Load, kept: Sequence[Kept]) -> list[list[str]]:
                 f"`{name}`" + (f", asked of a server of `{asked}`" if asked else ""),
                 _rate(held),
                 _ratio(held, stock) if name != STOCK else "",
-                _p90(own, load, held.low, "ttft", 1e3, 2),
-                _p90(own, load, held.low, "tpot", 1, 1),
+                _p90(own, load, held, "ttft", 1e3, 2),
+                _p90(own, load, held, "tpot", 1, 1),
                 "" if held.high is None else f"{held.high:g}",
                 "" if held.high is None else _missed(_measured(own, load, held.high)),
                 answers_of(name, layers, kept),
@@ -134,12 +135,17 @@ def _measured(settings: Mapping[str, Any], load: Load, rate: float) -> Mapping[s
 
 
 def _p90(
-    settings: Mapping[str, Any], load: Load, rate: float | None, name: str, unit: float, digits: int
+    settings: Mapping[str, Any], load: Load, held: Bounds, name: str, unit: float, digits: int
 ) -> str:
+    """At the rate that is held, or else, in brackets, at the lowest one tried."""
+    rate = held.high if held.low is None else held.low
     if rate is None:
         return ""
-    milliseconds = _measured(settings, load, rate)["bench"][f"p90_{name}_ms"]
-    return f"{milliseconds / unit:.{digits}f}"
+    milliseconds = _measured(settings, load, rate).get("bench", {}).get(f"p90_{name}_ms")
+    if milliseconds is None:
+        return MISSING
+    text = f"{milliseconds / unit:.{digits}f}"
+    return f"({text})" if held.low is None else text
 
 
 def _missed(measured: Mapping[str, Any]) -> str:

@@ -188,7 +188,10 @@ def test_what_one_gpu_serves_within_limits(write: Any, tmp_path: Path) -> None:
     # 15 of 20 layers are 24 of 32. Rates that are not known on both sides have no ratio.
     line = row(short, "| `speed-24` | 1 or more | not measured |")
     assert "tuned: 70.0 [60-80], n 40" in line and "small, cut at 15 of 20 layers" in line
-    assert "TTFT 80%, TPOT 0% | not measured |" in row(short, "| `fier-64` | less than 1 | not m")
+    line = row(short, "| `fier-64` | less than 1 | not m")
+    assert "TTFT 80%, TPOT 0% | not measured |" in line
+    # Where no rate is held, what the lowest one tried has.
+    assert "| (1.50) | (21.0) | 1 |" in line
     assert "| not measured | not measured |" in row(short, "| `stock@fp8` |")
     assert "| less than 0.1 |" in long and "| stopped: not done after 90 s |" in long
     assert "| not measured |" in row(long, "| `speed-24` |")
