@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.ops.retrieval_layer import DEVICE, DTYPE, Call, Decode, Heads
-
-# By the shape's name: hidden size, and intermediate size of a rank.
-SIZES = {"llama-3.1-8b": (4096, 14336), "llama-3.1-8b-of-2": (4096, 7168)}
+from benchmarks.ops.layer_shapes import LayerShape
+from benchmarks.ops.retrieval_layer import DEVICE, DTYPE, Call, Decode
 
 
 @dataclass(frozen=True)
@@ -31,20 +29,26 @@ class RestOfLayer:
     states: Tensor
 
     @classmethod
-    def of(cls, shape: Heads, hidden: int, intermediate: int, batch: int) -> "RestOfLayer":
+    def of(cls, shape: LayerShape, batch: int) -> "RestOfLayer":
         """batch: B, requests of a step."""
+        heads, hidden, intermediate = shape.heads, shape.hidden, shape.intermediate
 
         def weights(inputs: int, outputs: int) -> Tensor:
             return torch.randn(inputs, outputs, dtype=DTYPE, device=DEVICE) * inputs**-0.5
 
-        attended = shape.heads * shape.head_dim
+        attended = heads.heads * heads.head_dim
         return cls(
-            weights(hidden, attended + 2 * shape.kv_heads * shape.head_dim),
+            weights(hidden, attended + 2 * heads.kv_heads * heads.head_dim),
             weights(attended, hidden),
             weights(hidden, 2 * intermediate),
             weights(intermediate, hidden),
             torch.randn(batch, hidden, dtype=DTYPE, device=DEVICE),
         )
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a step reads of them."""
+        return sum(each.nbytes for each in (self.qkv, self.out, self.up, self.down))
 
     def before(self, step: Decode) -> None:
         """Norm, queries, keys and values, and the cache's entry of each request's last token."""

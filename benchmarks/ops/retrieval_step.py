@@ -5,14 +5,15 @@ replays a graph of one operator, which adds what it takes to start a graph, some
 Here the layers of a step follow one another as they do in a server's graph, over caches of their
 own, so that L2 holds nothing of the next one's. `us` is the graph's time by its layers, the lower
 of two medians; `stock` is FlashAttention as vLLM calls it. `as served` does a layer in as many
-launches as `launches` says, one or three, and `three launches` in three. 6of8x130000 is six
-requests in a graph for eight, as vLLM has no graph for six. Llama-3.1-8B's shape or another in
-bf16, blocks anywhere.
+launches as `launches` says, one or three; `one launch` and `three launches` are the other way,
+where it can be. 6of8x130000 is six requests in a graph for eight, as vLLM has no graph for six.
+Llama-3.1-8B's shape or others in bf16, blocks anywhere. Of several shapes a case begins with its
+name, and of several budgets a way ends with one.
 
 `--with-rest` puts the rest of a layer between, as a step has it: matrices of its weights, norms,
 and the cache's new entry (`benchmarks.ops.rest_of_layer`). What a graph of these alone takes is
-taken off, and stands as `rest_us`. It is measured before and after each way, and the mean counts: a
-GPU that has just begun to work takes 5% less for it.
+taken off, and stands as `rest_us`: the mean of before and after all ways of a case, once a GPU that
+has just begun to work, and takes 5% less for it, has taken as long twice.
 """
 
 import argparse
@@ -21,17 +22,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.ops.rest_of_layer import SIZES, RestOfLayer
+from benchmarks.ops.layer_shapes import SHAPES, LayerShape
+from benchmarks.ops.rest_of_layer import RestOfLayer
 from benchmarks.ops.retrieval_layer import (
-    LLAMA_8B,
-    LLAMA_8B_OF_2,
     ON_GPU,
-    QWEN3_NEXT,
     Call,
     Decode,
     Heads,
@@ -46,16 +46,15 @@ from benchmarks.ops.retrieval_layer import (
 )
 from benchmarks.ops.saliency import bytes_per_us
 from vllm_kvx.ops.retrieval import retrieve
+from vllm_kvx.ops.retrieval.one_launch import was_faster
 
-SHAPES = {
-    "llama-3.1-8b": LLAMA_8B,
-    "llama-3.1-8b-of-2": LLAMA_8B_OF_2,
-    "qwen3-next": QWEN3_NEXT,
-}
 CASES = ("1x32768", "16x32768", "1x130000", "6x130000", "6of8x130000")
-# The graph goes over its layers several times. What retrieval reads of them all is several times
-# what L2 holds.
-CACHE_BYTES, OTHERS_BYTES, TIMES = 48 << 30, 200 << 20, 4
+# The graph goes over its layers several times. What retrieval and the rest read of them all is
+# several times what L2 holds.
+CACHE_BYTES, OTHERS_BYTES = 48 << 30, 200 << 20
+TIMES, CALLS = 4, 64
+# The rest of a layer is timed until it takes as long twice, give or take this share, or so often.
+ALIKE, AT_MOST = 0.005, 12
 
 
 @dataclass(frozen=True)
@@ -79,12 +78,19 @@ class Case:
         return cls(name, batch, max(rows, batch), length)
 
 
-def variants_of(scratch: retrieve.Scratch, rows: int) -> dict[str, retrieve.Scratch]:
-    """What could run in place of what does, by name; but for one launch, variants of the three."""
-    found, three = {"as served": scratch}, scratch.that_chooses
-    if scratch.one_launch is not None:
-        # The served one is the same where one launch does not take the step.
+def variants_of(
+    scratch: retrieve.Scratch, rows: int, heads: Heads, takes: bool
+) -> dict[str, retrieve.Scratch]:
+    """What could run in place of what does, by name; but for one launch, variants of the three.
+
+    takes: whether one launch can do the step.
+    """
+    three, served = scratch.that_chooses, served_by(scratch, heads)
+    found = {"as served": served}
+    if takes and served is scratch:
         found["three launches"] = three
+    elif takes:
+        found["one launch"] = scratch
     for on in (0, 1 << 30):
         if (rows <= on) != (rows <= three.overlap_rows):
             found["overlapped" if on else "apart"] = replace(three, overlap_rows=on)
@@ -97,8 +103,14 @@ def variants_of(scratch: retrieve.Scratch, rows: int) -> dict[str, retrieve.Scra
     return found
 
 
+def served_by(scratch: retrieve.Scratch, heads: Heads) -> retrieve.Scratch:
+    """What a server has: one launch where it was measured to be faster, see ``one_launch``."""
+    faster = was_faster(heads.heads, heads.kv_heads, heads.head_dim)
+    return scratch if faster else scratch.that_chooses
+
+
 def launches_of(scratch: retrieve.Scratch, step: Decode) -> int:
-    """In how many launches a layer of the step is served."""
+    """In how many launches it does a layer of the step."""
     one, layer = scratch.one_launch, step.layer
     if one is None:
         return 3
@@ -115,66 +127,88 @@ def _reuse(scratch: retrieve.Scratch, layers: int, index: int, step: Decode) -> 
 
 
 def case(
-    shape: Heads,
+    shape: LayerShape,
     size: Case,
-    budget: int,
+    budgets: Sequence[int],
     repeats: int,
     bandwidth: float,
     only: Sequence[str] = (),
-    sizes: tuple[int, int] | None = None,
+    with_rest: bool = False,
 ) -> dict[str, Any]:
-    """Microseconds of a layer, of stock and of each variant, or of those that `only` names.
+    """Microseconds of a layer, of stock and of each variant, or of those that `only` names."""
+    heads, length, batch = shape.heads, size.length, size.batch
+    of_layer = -(-length // heads.block_size) * batch * block_bytes(heads)
+    # What is read of each layer's cache is least where fewest tokens are chosen.
+    first = Layer(heads, length, batch)
+    least = first.decode(length, batch, min(budgets), size.rows).bytes_of("all")
+    rests = [RestOfLayer.of(shape, batch)] if with_rest else []
+    least += sum(rest.weight_bytes for rest in rests)
+    count = max(2, min(max(4, int(OTHERS_BYTES // least)), int(CACHE_BYTES // of_layer)))
+    times = max(TIMES, CALLS // count)
+    layers = [first, *(Layer(heads, length, batch) for _ in range(count - 1))]
+    rests += [RestOfLayer.of(shape, batch) for _ in layers[1:]] if with_rest else []
+    report: dict[str, Any] = {"layers": count, "times": times}
 
-    sizes: hidden and intermediate, where the rest of a layer is between.
-    """
-    length, batch = size.length, size.batch
-    of_layer = -(-length // shape.block_size) * batch * block_bytes(shape)
-
-    def layer() -> Decode:
-        return Layer(shape, length, batch).decode(length, batch, budget, size.rows)
-
-    steps = [layer()]
-    count = max(4, int(OTHERS_BYTES // steps[0].bytes_of("all")))
-    count = max(2, min(count, int(CACHE_BYTES // of_layer)))
-    steps += [layer() for _ in range(count - 1)]
-    scratch = steps[0].scratch("cuda")
-    launches = launches_of(scratch, steps[0])
-    report: dict[str, Any] = {"layers": count, "times": TIMES, "launches": launches}
-    rests = [RestOfLayer.of(shape, *sizes, batch) for _ in steps] if sizes else []
-
-    def us_of(make: Callable[[int, Decode], Call]) -> float:
-        calls = [make(i, step) for i, step in enumerate(steps * TIMES)]
+    def us_of(steps: Sequence[Decode], make: Callable[[int, Decode], Call]) -> float:
+        calls = [make(i, step) for i, step in enumerate(steps)]
         if rests:
-            both = zip(rests * TIMES, steps * TIMES, calls, strict=True)
+            both = zip(rests * times, steps, calls, strict=True)
             calls = [rest.around(step, call) for rest, step, call in both]
         return min(measure(partial(run_all, calls), repeats) for _ in range(2)) / len(calls)
 
-    def rest_us() -> float:
-        return us_of(lambda _, step: nothing) if rests else 0.0
+    found: list[tuple[str, float, float]] = []
+    rest = _Rest(lambda: us_of(steps, lambda _, step: nothing) if rests else 0.0)
+    for budget in budgets:
+        steps = [layer.decode(length, batch, budget, size.rows) for layer in layers] * times
+        rest.begin()
+        if not found:
+            us = us_of(steps, lambda _, step: stock_attention(step))
+            found.append(("stock", us, steps[0].bytes_of("stock") / bandwidth))
+        scratch = steps[0].scratch("cuda")
+        takes = launches_of(scratch, steps[0]) == 1
+        report["launches"] = launches_of(served_by(scratch, heads), steps[0])
+        variants = variants_of(scratch, size.rows, heads, takes)
+        ways = {name: partial(_reuse, each, 1) for name, each in variants.items()}
+        chooses = scratch.that_chooses
+        ways |= {f"reuse_layers={n}": partial(_reuse, chooses, n) for n in (2, 3, 4, 8)}
+        for name, way in ways.items():
+            if only and name not in only:
+                continue
+            label = name if len(budgets) == 1 else f"{name} at {budget}"
+            # Bytes are those of a layer that chooses.
+            found.append((label, us_of(steps, way), steps[0].bytes_of("all") / bandwidth))
+    return report | _figures(found, rest.end() if rests else None)
 
-    rest_before = rest_us()
 
-    def time(name: str, op: str, make: Callable[[int, Decode], Call]) -> None:
-        nonlocal rest_before
-        us, rest_after = us_of(make), rest_us()
-        rest, rest_before = (rest_before + rest_after) / 2, rest_after
-        ideal = steps[0].bytes_of(op) / bandwidth
-        report[name] = {"us": round(us - rest, 2), "ideal_us": round(ideal, 2)}
-        report[name]["of_bandwidth"] = round(ideal / (us - rest), 3)
-        if rests:
-            report[name]["rest_us"] = round(rest, 2)
+class _Rest:
+    """What the rest of a layer takes, by `measured`, before and after what is timed."""
 
-    time("stock", "stock", lambda _, step: stock_attention(step))
-    variants = variants_of(scratch, size.rows)
-    ways = {name: partial(_reuse, each, 1) for name, each in variants.items()}
-    chooses = scratch.that_chooses
-    ways |= {f"reuse_layers={n}": partial(_reuse, chooses, n) for n in (2, 3, 4, 8)}
-    for name, way in ways.items():
-        if only and name not in only:
-            continue
-        # Bytes are those of a layer that chooses.
-        time(name, "all", way)
-        report[name]["stock_by_this"] = round(report["stock"]["us"] / report[name]["us"], 2)
+    def __init__(self, measured: Callable[[], float]) -> None:
+        self._measured, self._before = measured, -1.0
+
+    def begin(self) -> None:
+        """Measures once, until two times are alike: a GPU that was idle is warm then."""
+        for _ in range(AT_MOST if self._before < 0 else 0):
+            before, self._before = self._before, self._measured()
+            if abs(self._before - before) <= ALIKE * before:
+                return
+
+    def end(self) -> float:
+        """The mean of before and now."""
+        return (self._before + self._measured()) / 2
+
+
+def _figures(found: Sequence[tuple[str, float, float]], rest: float | None) -> dict[str, Any]:
+    """By way: what is reported of (way, microseconds, those of its bytes), `stock` first."""
+    report: dict[str, Any] = {} if rest is None else {"rest_us": round(rest, 2)}
+    stock = found[0][1] - (rest or 0)
+    for name, taken, ideal in found:
+        us = taken - (rest or 0)
+        figures = {"us": us, "ideal_us": ideal}
+        report[name] = {key: round(value, 2) for key, value in figures.items()}
+        report[name]["of_bandwidth"] = round(ideal / us, 3)
+        if name != "stock":
+            report[name]["stock_by_this"] = round(stock / us, 2)
     return report
 
 
@@ -183,16 +217,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="write the report here as JSON")
     cases = [Case.of(name) for name in CASES]
     parser.add_argument("--cases", nargs="+", type=Case.of, default=cases, help="such as 6x130000")
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the layers")
-    parser.add_argument("--budget", type=int, default=2048)
+    shapes, first = list(SHAPES), next(iter(SHAPES))
+    parser.add_argument("--shape", nargs="+", choices=shapes, default=[first], help="of the layers")
+    parser.add_argument("--budget", type=int, nargs="+", default=[2048])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--only", nargs="+", default=[], help="names of variants")
-    rest = "with the rest of a layer between, for " + " and ".join(SIZES)
+    rest = "with the rest of a layer between"
     parser.add_argument("--with-rest", action="store_true", help=rest)
     parser.add_argument("--commit", help="what is measured, where the tree is no git checkout")
     args = parser.parse_args(argv)
-    if args.with_rest and args.shape not in SIZES:
-        parser.error(f"--with-rest is for --shape {' and '.join(SIZES)}")
+    others = [name for name in args.shape if not SHAPES[name].intermediate]
+    if args.with_rest and others:
+        parser.error(f"--with-rest: what the rest of a layer is of {others[0]} is not known here")
     return args
 
 
@@ -203,14 +239,20 @@ def main() -> None:
     what = "A layer as a step has it, several in one CUDA graph: retrieval beside stock attention."
     report = head_of(what, "benchmarks.ops.retrieval_step", args.commit)
     bandwidth = bytes_per_us(torch.cuda.get_device_name())
-    report |= {"shape": args.shape, "budget": args.budget, "bytes_per_us": bandwidth, "cases": {}}
-    report["with_rest"] = args.with_rest
-    sizes = SIZES[args.shape] if args.with_rest else None
-    for each in args.cases:
-        shape, only = SHAPES[args.shape], args.only
-        found = case(shape, each, args.budget, args.repeats, bandwidth, only, sizes)
-        report["cases"][each.name] = found
-        print(each.name, json.dumps({k: v["us"] for k, v in found.items() if isinstance(v, dict)}))
+    one = len(args.shape) == 1 and len(args.budget) == 1
+    report |= {
+        "shape": args.shape[0] if one else args.shape,
+        "budget": args.budget[0] if one else args.budget,
+        "bytes_per_us": bandwidth,
+        "cases": {},
+        "with_rest": args.with_rest,
+    }
+    for name, each in product(args.shape, args.cases):
+        label = each.name if len(args.shape) == 1 else f"{name} {each.name}"
+        sizes = each, args.budget, args.repeats, bandwidth
+        found = case(SHAPES[name], *sizes, args.only, args.with_rest)
+        report["cases"][label] = found
+        print(label, json.dumps({k: v["us"] for k, v in found.items() if isinstance(v, dict)}))
         if args.output:
             args.output.write_text(json.dumps(report, indent=1) + "\n")
         torch.cuda.empty_cache()

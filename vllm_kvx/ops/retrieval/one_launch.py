@@ -43,11 +43,15 @@ def pays(attention: Any) -> bool:
         raise ValueError(f"{VARIABLE}={wanted}: set it to 0, for three launches a layer, or to 1")
     # A part of the multiprocessors has no room for all CTAs at once.
     shared = os.environ.get(_MPS_SHARE, "100") != "100"
-    kv_heads, share = attention.num_kv_heads, attention.num_heads // attention.num_kv_heads
-    measured = kv_heads in KV_HEADS and share <= SHARE and attention.head_size in HEAD_DIMS
+    measured = was_faster(attention.num_heads, attention.num_kv_heads, attention.head_size)
     # It reads entries of the queries' dtype alone.
     measured = measured and not attention.kv_cache_dtype.endswith("per_token_head")
     return wanted == "1" and not shared and measured
+
+
+def was_faster(heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Whether it was measured, and faster than three launches, with so many of a rank."""
+    return kv_heads in KV_HEADS and heads // kv_heads <= SHARE and head_dim in HEAD_DIMS
 
 
 @dataclass(frozen=True)
