@@ -103,7 +103,8 @@ RULES = {
         (
             *("policy", "config", "compat", "plugin", "records", "server", "cache.group_size"),
             *("indexes", "ops.retrieval.backends", "ops.retrieval.costs"),
-            *("ops.retrieval.crossover", "tools.experts", "tools.kv_layers"),
+            *("ops.retrieval.crossover", "ops.retrieval.one_launch"),
+            *("tools.experts", "tools.kv_layers"),
         ),
         "asks what servers and tools ask, before either runs",
     ),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.files import RESULTS
-from vllm_kvx.ops.retrieval.costs import KI, Costs
+from vllm_kvx.ops.retrieval.costs import KI, ONE_LAUNCH_LEAST, Costs
 
 # The Triton ops were written anew since the first of these.
 LAYERS = {
@@ -29,6 +29,12 @@ OPS = {
     "triton": RESULTS / "ops" / "h200-retrieval-variants.json",
 }
 OPS_SHAPE = (8, 512)
+# Layers in a step, with the rest between, where one launch does them. The first case, of 8,192
+# entries, was timed on a cold GPU.
+STEPS = {
+    (4, 512): ("h200-retrieval-wide-places-of-2",),
+    (8, 512): ("h200-retrieval-wide-places", "h200-retrieval-step-warm"),
+}
 ENGINE = RESULTS / "engine" / "h200-fier.json"
 NEAR = 2
 # What h200-fier.json measured both ways: Llama-3.1-8B with CUDA ops, 30 of its layers retrieve.
@@ -53,8 +59,33 @@ def fitted(cases: Sequence[Case], backend: str) -> Costs:
         if case["stock"] / NEAR <= us <= case["stock"] * NEAR
     ]
     entries, budgets, ours, stock = np.array(near, dtype=float).T
-    whole = _fit([entries / KI], stock)
-    return Costs(*whole, *_fit([entries / KI, budgets / KI], ours))
+    whole, whole_entry = _fit([entries / KI], stock)
+    return Costs(whole, whole_entry, *_three(entries, budgets, ours))
+
+
+def _three(entries: np.ndarray, budgets: np.ndarray, us: np.ndarray) -> tuple[float, float, float]:
+    """What retrieval takes at all, by entry scored, and by token read."""
+    fixed, scored, read = _fit([entries / KI, budgets / KI], us)
+    return fixed, scored, read
+
+
+def steps(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Reports of ``retrieval_step``."""
+    return [json.loads((RESULTS / "ops" / f"{name}.json").read_text()) for name in names]
+
+
+def in_one_launch(reports: Sequence[dict[str, Any]]) -> Costs:
+    """Those of few rows of one shape, from reports of ``retrieval_step`` with the rest between."""
+    cases = [
+        (batch * length, batch * report["budget"], case["as served"]["us"], case["stock"]["us"])
+        for report in reports
+        for name, case in report["cases"].items()
+        for batch, length in [map(int, name.split("x"))]
+        if case["launches"] == 1 and length >= ONE_LAUNCH_LEAST
+    ]
+    entries, budgets, ours, stock = np.array(cases, dtype=float).T
+    whole, whole_entry = _fit([entries / KI], stock)
+    return Costs(whole, whole_entry, *_three(entries, budgets, ours), ONE_LAUNCH_LEAST)
 
 
 def table(reports: Mapping[str, dict[str, Any]]) -> Table:
@@ -102,6 +133,8 @@ def main() -> None:
         for backend, file in OPS.items()
     }
     print(f"ATTENDS = {of_ops}")
+    for shape, names in STEPS.items():
+        print(f"one launch: {shape}: Costs{astuple(in_one_launch(steps(names)))},")
     print(f"IN_ENGINE_US = {in_engine(engines, found['cuda'][ENGINE_SHAPE])}")
 
 

@@ -13,8 +13,9 @@ from support.nightly import by_day
 from support.parity import assert_identical, assert_parity
 from support.prompts import prompts_of
 
-from vllm_kvx.ops.retrieval.costs import COSTS, IN_ENGINE_US, KI, Costs
+from vllm_kvx.ops.retrieval.costs import COSTS, IN_ENGINE_US, KI, ONE_LAUNCH, Costs
 from vllm_kvx.ops.retrieval.crossover import CROSSOVERS
+from vllm_kvx.ops.retrieval.retrieve import Scratch
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.worker.decode import retrieval
 
@@ -112,6 +113,32 @@ def test_the_batch_decides(tiny: Callable[..., Path], monkeypatch: pytest.Monkey
     assert (counters["retrieval_steps"], counters["dense_fallbacks"]) == (5 * 5, 5)
     assert_parity(model, alone, Speed())
     assert_parity(model, [*together, *beside], Read(Retrieve(64)))
+
+
+def test_few_rows_pay_by_themselves(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one launch does them: 100 entries of a request alone pay, and no batch does."""
+    few, never = (Costs(0, KI, fixed, 0, 0) for fixed in (100, 1 << 20))
+    monkeypatch.setitem(COSTS, "torch", {(1, 1): never})
+    monkeypatch.setitem(CROSSOVERS, "torch", {(1, 1): 400})
+    monkeypatch.setitem(ONE_LAUNCH, (2, 256), few)
+    monkeypatch.setattr(Scratch, "rows_in_one", lambda self, entries: 1)
+    model = tiny()
+    prompts = prompts_of((120, 121))
+    with running(model, "fier-64", max_num_batched_tokens=2304, max_num_seqs=5) as engine:
+        told = engine.stats()["retrieval"]
+        alone = engine.generate(prompts[:1], max_tokens=6)
+        before = dict(engine.stats()["policies"]["fier-64"])
+        together = engine.generate(prompts, max_tokens=6)
+        after = engine.stats()["policies"]["fier-64"]
+        engine.assert_idle()
+    lengths = [told[f"dense_below{name}"] for name in ("", "_batch", "_one")]
+    assert lengths == [400, 400, 101]
+    assert (before["retrieval_steps"], before["dense_fallbacks"]) == (5, 0)
+    assert (after["retrieval_steps"], after["dense_fallbacks"]) == (5, 10)
+    assert_parity(model, alone, Read(Retrieve(64)))
+    assert_parity(model, together, Speed())
 
 
 def test_batch_invariant_servers_read_by_length(

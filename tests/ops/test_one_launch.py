@@ -9,7 +9,15 @@ import torch
 from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda
-from vllm_kvx.ops.retrieval.one_launch import MAX_ROWS, MAX_SPLITS, VARIABLE, OneLaunch, pays
+from vllm_kvx.ops.retrieval.one_launch import (
+    MAX_ROWS,
+    MAX_SPLITS,
+    VARIABLE,
+    OneLaunch,
+    graph_rows,
+    longest_of,
+    pays,
+)
 from vllm_kvx.ops.retrieval.retrieve import Scratch
 
 CPU = torch.device("cpu")
@@ -62,6 +70,7 @@ class TestWhereItMay:
         for capability in ((8, 0), (10, 0), (12, 0)):
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
             assert OneLaunch.of(32, 8, 128, 64, CPU) is None
+            assert longest_of(32, 8, 128, 64, CPU) == (0, 0, ())
 
 
 def layer(
@@ -92,12 +101,22 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
         pays(layer())
 
 
+def test_rows_of_the_largest_graph_that_it_does() -> None:
+    """A step of three requests replays the graph for four, which it may not do."""
+    longest = (400, 300, 200, 100)
+    found = {most: graph_rows(longest, most) for most in (401, 400, 301, 300, 200, 101, 100)}
+    assert found == {401: 0, 400: 1, 301: 1, 300: 2, 200: 2, 101: 2, 100: 4}
+    assert graph_rows((), 1) == 0
+
+
 def test_what_chooses_has_the_same_memory() -> None:
     scratch = Scratch.of(INDEXES["one_bit"], 4, 2, 64, 2, 64, 8, 1, "max", CPU)
     assert scratch.one_launch is None and scratch.that_chooses is scratch
     assert len(scratch.zeroed) == 2
     state = torch.zeros(4, cuda.FUSED_STATE, dtype=torch.int32)
     served = replace(scratch, one_launch=OneLaunch(state, 132, 66, (64,)))
+    assert [each.rows_in_one(64) for each in (scratch, served)] == [0, 1]
+    assert served.rows_in_one(65) == 0
     chooses = served.that_chooses
     assert chooses.one_launch is None and chooses.indices is served.indices
     assert served.zeroed[2].data_ptr() == state.data_ptr()

@@ -14,10 +14,14 @@ from vllm_kvx.ops.retrieval.costs import (
     COSTS,
     IN_ENGINE_US,
     KI,
+    ONE_LAUNCH,
+    ONE_LAUNCH_LEAST,
     Begins,
     Costs,
+    StepCosts,
     alone_from,
     costs,
+    step_costs,
 )
 from vllm_kvx.ops.retrieval.crossover import CROSSOVERS, NEVER, crossover
 from vllm_kvx.policy.methods.fier import FIER
@@ -39,6 +43,36 @@ def test_the_table_is_what_was_measured() -> None:
     for backend, path in fit.OPS.items():
         report = json.loads(path.read_text())
         assert fit.attends(report, backend, found[backend][fit.OPS_SHAPE]) == ATTENDS[backend]
+    in_one = {shape: fit.in_one_launch(fit.steps(names)) for shape, names in fit.STEPS.items()}
+    assert in_one == ONE_LAUNCH
+
+
+@pytest.mark.parametrize("shape", fit.STEPS)
+def test_one_launch_takes_what_the_fit_says(shape: tuple[int, int]) -> None:
+    found = ONE_LAUNCH[shape]
+    for report in fit.steps(fit.STEPS[shape]):
+        for name, case in report["cases"].items():
+            batch, length = map(int, name.split("x"))
+            if case["launches"] > 1 or length < ONE_LAUNCH_LEAST:
+                continue
+            entries, read = batch * length / KI, batch * report["budget"] / KI
+            whole = found.whole + found.whole_entry * entries
+            ours = found.fixed + found.scored * entries + found.read * read
+            assert whole == pytest.approx(case["stock"]["us"], rel=0.03), name
+            assert ours == pytest.approx(case["as served"]["us"], rel=0.03), name
+
+
+def test_one_launch_saves_what_an_engine_saved() -> None:
+    """Without what an engine adds to three: Llama-3.1-8B's shape, 30 layers of which retrieve."""
+    path = fit.RESULTS / "engine" / "h200-decode-shorter-code.json"
+    engines = json.loads(path.read_text())["engines"]
+    stock, ours = (engines[name]["cases"] for name in ("stock", "fier-2048"))
+    found = ONE_LAUNCH[8, 512]
+    for length in (32_768, 130_000):
+        gain = found.gain(np.array([length]), np.array([2048]))[0] + found.whole - found.fixed
+        case = f"tpot:{length}"
+        measured = (stock[case]["median"] - ours[case]["median"]) * 1e3 / 30
+        assert gain == pytest.approx(measured, rel=0.12), length
 
 
 @pytest.mark.parametrize(("backend", "most"), [("cuda", 1.125), ("triton", 1.2)])
@@ -169,7 +203,8 @@ def test_beside_layers_that_keep_a_state_a_batch_alone_pays() -> None:
     assert crossover("cuda", "max", *shape) < 130_000
     assert crossover("cuda", "max", *shape, keeps_state=True) == NEVER
     machine = costs("cuda", "max", *shape, keeps_state=True)
-    begins = Begins.of(FIER(2048).floor(NEVER), FIER(2048).floor(0), 2048, machine, 64)
+    lengths = FIER(2048).floor(NEVER), FIER(2048).floor(0), 2048
+    begins = Begins.of(*lengths, StepCosts(machine), 64)
     assert begins.alone == NEVER and begins.batch < 32_768
     assert str(begins).startswith("of no length alone, from ")
     # What it loses is what these costs are off by for one, and less than what 64 gained.
@@ -208,18 +243,50 @@ def test_no_batch_pays_where_answers_may_not_depend_on_it() -> None:
         found = costs(backend, "max", 8, 512, invariant=True)
         assert found.pays_from(65, 256) == NEVER
         assert not (found.gain(np.array([1, 10**6]), np.array([0, 64])) > 0).any()
-        assert Begins.of(16384, 2049, 2048, found, 64) == Begins(16384, 16384, 64)
+        assert Begins.of(16384, 2049, 2048, StepCosts(found), 64) == Begins(16384, 16384, 64)
 
 
 def test_from_where_on_and_in_words() -> None:
-    machine = costs("cuda", "max", 8, 512)
+    machine = StepCosts(costs("cuda", "max", 8, 512))
     several = Begins.of(16384, 2049, 2048, machine, 64)
     assert 2049 < several.batch < 4096
     batches = f"from {several.batch} in steps of 64 such requests"
     assert str(several) == f"from 16384 tokens on, {batches}"
     assert str(Begins.of(9000, 9000, 2048, machine, 64)) == "from 9000 tokens on"  # dense_below
-    never = costs("triton", "softmax", 8, 512)
+    never = StepCosts(costs("triton", "softmax", 8, 512))
     assert str(Begins.of(NEVER, 65, 64, never, 64)) == "of no length"
     alone_never = Begins.of(NEVER, 65, 64, machine, 64)
     assert str(alone_never).startswith("of no length alone, from ")
-    assert Begins.of(65, 65, 64, costs("torch", "max", 2, 256), 9) == Begins(65, 65, 9)
+    always = StepCosts(costs("torch", "max", 2, 256))
+    assert Begins.of(65, 65, 64, always, 9) == Begins(65, 65, 9)
+
+
+def test_few_rows_take_one_launch() -> None:
+    """Which costs less than three, so one request retrieves from a shorter context on."""
+    machine = ("cuda", "max", 8, 512, False, False, 1.0)
+    found = step_costs(*machine, few_rows=4)
+    many, few = costs("cuda", "max", 8, 512), ONE_LAUNCH[8, 512]
+    assert [found.of(rows) for rows in (1, 4, 5, 64)] == [few, few, many, many]
+    begins = Begins.of(16384, 2049, 2048, found, 64)
+    assert (begins.alone, begins.one, begins.shortest) == (16384, 12288, begins.batch)
+    said = f"from 12288 in a step of its own, from {begins.batch} in steps of 64 such requests"
+    assert str(begins) == f"from 16384 tokens on, {said}"
+    one = Begins.of(16384, 2049, 2048, found, 1)
+    assert (
+        str(one) == "from 16384 tokens on, from 12288 in a step of its own" and one.batch == 12288
+    )
+    # What a policy names itself holds.
+    assert str(Begins.of(9000, 9000, 2048, found, 64)) == "from 9000 tokens on"
+    # Two requests have half as many each; more rows never need longer contexts.
+    pays = [few.pays_from(2048, rows) for rows in (1, 2, 3, 4)]
+    assert pays[:2] == [12288, 6144] and pays == sorted(pays, reverse=True)
+    assert all(n <= many.pays_from(2048, rows) for rows, n in enumerate(pays, 1))
+    # Shapes that it was not measured with are taken for those with fewer heads of as many bytes.
+    for shape, expected in (((4, 512), (4, 512)), ((7, 512), (4, 512)), ((16, 512), (8, 512))):
+        found = step_costs("cuda", "max", *shape, False, False, 1.0, few_rows=2)
+        assert found.of(2) == ONE_LAUNCH[expected]
+    for heads, size in ((2, 512), (8, 256), (8, 1024)):
+        assert step_costs("cuda", "max", heads, size, False, False, 1.0, few_rows=4).few is None
+    # Nor where none is taken, where layers keep a state, or where a batch may decide nothing.
+    for more, rows in (((False, False), 0), ((True, False), 4), ((False, True), 4)):
+        assert step_costs("cuda", "max", 8, 512, *more, 1.0, few_rows=rows).few is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_kvx.ops.retrieval.backends import Backends
-from vllm_kvx.ops.retrieval.costs import Begins, costs
+from vllm_kvx.ops.retrieval.costs import Begins, StepCosts, costs
 from vllm_kvx.ops.retrieval.crossover import NEVER
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.methods.baselines.quest import Quest
@@ -28,7 +28,7 @@ def said(
             logger, level, lambda text, *args, level=level: lines.update({level: text % args})
         )
     ops = Backends.of(backend, reason, torch.bfloat16, 128, 4, "max")
-    machine = costs(backend, "max" if crossover < NEVER else "softmax", 8, 512)
+    machine = StepCosts(costs(backend, "max" if crossover < NEVER else "softmax", 8, 512))
     begins = Begins.of(policy.floor(crossover), policy.floor(0), policy.budget, machine, 64)
     announce(policy, begins, ops, 32768)
     assert logger.level in (logging.NOTSET, logging.INFO)
@@ -82,6 +82,21 @@ def test_servers_whose_own_policy_does_not_retrieve() -> None:
 
 def test_lengths_in_json() -> None:
     ops = Backends.of("cuda", "it is built", torch.bfloat16, 128, 4, "max")
-    begins = Begins.of(NEVER, 7, 7, costs("cuda", "max", 8, 512), 64)
+    begins = Begins.of(NEVER, 7, 7, StepCosts(costs("cuda", "max", 8, 512)), 64)
     found = figures(FIER(64), begins, ops, NEVER)
     assert found["auto"] is None and found["policy"] == "fier-64"
+    assert found["dense_below_one"] is None
+    found = figures(FIER(64), Begins(9000, 65, 64, 8000), ops, 16384)
+    lengths = [found[f"dense_below{name}"] for name in ("", "_batch", "_one")]
+    assert lengths == [9000, 65, 8000]
+
+
+def test_a_server_that_retrieves_in_steps_of_one_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *args: warnings.append(text % args))
+    ops = Backends.of("cuda", "it is built", torch.bfloat16, 128, 4, "max")
+    for longest, warned in ((12288, 0), (12287, 1)):
+        announce(FIER(2048), Begins(16384, 16384, 8, 12288), ops, longest)
+        assert len(warnings) == warned

@@ -1,12 +1,13 @@
 """Which rows of a step retrieve: by their own length, or since the step's batch pays."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from vllm_kvx.ops.retrieval.costs import Costs
+from vllm_kvx.ops.retrieval.costs import Costs, StepCosts
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.policy.storage import stored_lens
 from vllm_kvx.worker.decode.step import Mode, RetrievalStep, Rules, retrieving_lens, still_unknown
@@ -14,6 +15,7 @@ from vllm_kvx.worker.decode.step import Mode, RetrievalStep, Rules, retrieving_l
 # In entries, not Ki: a row saves 3 per entry less 2 per token read; retrieval costs 3000 at all,
 # and stock attention 1000.
 COSTS = Costs(whole=1000, whole_entry=4 * 1024, fixed=3000, scored=1024, read=2 * 1024)
+EVERY = StepCosts(COSTS)
 NONE = np.zeros(1, dtype=np.int64)  # Drafted tokens that may be gone.
 BUDGET, LEAST, FLOOR = 30, 31, 900
 
@@ -74,19 +76,57 @@ def test_stages_decide_for_themselves() -> None:
     assert found.tolist() == [[600, 600], [0, 0]]
 
 
+def test_too_few_entries_were_measured() -> None:
+    """What retrieves has to have as many in all, those that do so by themselves included."""
+    costs = replace(COSTS, least=2000)
+    for stored, floor, retrieve in (
+        ([800], FLOOR, False),
+        ([800, 1199], 1300, False),
+        ([800, 1200], 1300, True),
+        ([800, 1200], FLOOR, True),
+        ([800, 1000], FLOOR, False),
+    ):
+        found = retrieving_lens(
+            rules(len(stored), floors=[floor] * len(stored)),
+            costs,
+            np.ones(len(stored), dtype=bool),
+            np.array([stored]),
+        )
+        assert (found[0, 0] > 0) == retrieve, (stored, floor)
+    assert costs.pays_from(BUDGET, 1) == 2000 and costs.pays_from(BUDGET, 3) == 667
+
+
+def test_a_step_of_few_rows_has_costs_of_its_own() -> None:
+    """Drafted tokens are rows, and so are a prompt's."""
+    few = StepCosts(COSTS, replace(COSTS, fixed=1000), few_rows=2)
+    ends, prompts = np.array([300, 300]), np.array([200, 200])
+
+    def lens(count: int, others: Sequence[int] = ()) -> list[int]:
+        size, counts = 1 + len(others), np.array([count, *others])
+        step = RetrievalStep.of(
+            rules(size), few, NONE, ends[:size] - counts, counts, prompts[:size], ends[None, :size],
+            np.zeros(size, dtype=bool),
+        )  # fmt: skip
+        return step.lens[0].tolist()
+
+    assert lens(1) == [300] and lens(1, [1]) == [300, 300]
+    # Three rows: 3 x 300 - 60 are not the 2000 that it would have to save.
+    assert lens(1, [2]) == [0, 0]
+
+
 def test_what_a_step_runs() -> None:
     """Tokens that run again after preemption read by length alone, whoever else runs."""
     ends, prompts = np.array([600, 600, 600]), np.array([500, 500, 590])
     counts = np.array([1, 1, 6])
     step = RetrievalStep.of(
-        rules(3), COSTS, NONE, ends - counts, counts, prompts, ends[None], np.zeros(3, dtype=bool)
+        rules(3), EVERY, NONE, ends - counts, counts, prompts, ends[None], np.zeros(3, dtype=bool)
     )
     assert step.chunks == [2] and step.lens.tolist() == [[600, 600, 0]]
     rows = step.rows(0, counts, ends - counts, ends, prompts, (np.zeros(3, int), np.zeros(3, int)))
     assert rows.tokens.tolist() == [0, 1]
     two = RetrievalStep.of(
         rules(2),
-        COSTS,
+        EVERY,
         NONE,
         *(each[:2] for each in (ends - counts, counts, prompts)),
         ends[None, :2],
@@ -100,7 +140,7 @@ def test_each_drafted_token_retrieves_by_itself() -> None:
     ends, counts = np.array([902, 1000, 1000]), np.array([4, 4, 4])
     prompts, no_gap = np.array([100, 100, 998]), (np.zeros(3, int), np.zeros(3, int))
     step = RetrievalStep.of(
-        rules(3), COSTS, NONE, ends - counts, counts, prompts, ends[None], np.zeros(3, dtype=bool)
+        rules(3), EVERY, NONE, ends - counts, counts, prompts, ends[None], np.zeros(3, dtype=bool)
     )
     assert step.chunks == [0, 1, 2] and step.whole.tolist() == [[0, 4, 0]]
     assert step.modes == (Mode.MIXED,)
@@ -110,7 +150,7 @@ def test_each_drafted_token_retrieves_by_itself() -> None:
     short, long = (
         RetrievalStep.of(
             rules(1),
-            COSTS,
+            EVERY,
             NONE,
             np.array([end - 4]),
             np.array([4]),
@@ -128,7 +168,7 @@ def test_a_floor_among_drafts_that_may_be_gone() -> None:
     ends, counts = np.array([902, 903, 905, 909]), np.array([1, 4, 4, 4])
     prompts, no_gap = np.full(4, 100), (np.zeros(4, int), np.zeros(4, int))
     step = RetrievalStep.of(
-        rules(4), COSTS, np.array([3, 0, 3, 3]), ends - counts, counts, prompts, ends[None],
+        rules(4), EVERY, np.array([3, 0, 3, 3]), ends - counts, counts, prompts, ends[None],
         np.zeros(4, dtype=bool),
     )  # fmt: skip
     assert step.whole.tolist() == [[0, 4, 0, 4]] and step.modes == (Mode.MIXED,)
@@ -146,7 +186,7 @@ def test_a_request_that_a_step_passed_over() -> None:
     assert unknown.tolist() == [1, 5, 0]
     counts = np.array([6, 6, 6])
     step = RetrievalStep.of(
-        rules(3), COSTS, unknown, begins, counts, prompts, (begins + counts)[None],
+        rules(3), EVERY, unknown, begins, counts, prompts, (begins + counts)[None],
         np.zeros(3, dtype=bool),
     )  # fmt: skip
     # From here on groups of the index are written, of which there is none before the first.
@@ -165,7 +205,7 @@ def test_rows_of_graphs_are_those_of_steps_in_python(seed: int) -> None:
     gaps = rng.integers(0, 2, (2, stages, size)) * rng.integers(1, 100, (2, stages, size))
     seen = np.stack([stored_lens(ends, *gaps[:, stage]) for stage in range(stages)])
     step = RetrievalStep.of(
-        rules(size), COSTS, NONE, begins, counts, prompts, seen, np.zeros(size, dtype=bool)
+        rules(size), EVERY, NONE, begins, counts, prompts, seen, np.zeros(size, dtype=bool)
     )
     requests, lens = step.each_row
     for stage in range(stages):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_kvx.ops.retrieval.costs import Costs
+from vllm_kvx.ops.retrieval.costs import Costs, StepCosts
 from vllm_kvx.policy.retrieval_layers import OF_PAPERS, RetrievalLayers
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.policy.storage import storage_of
@@ -18,7 +18,7 @@ from vllm_kvx.worker.step import Step
 
 LAYERS, BLOCK = 32, 16
 NONE = np.zeros(1, dtype=np.int64)  # Of drafts, it is known which stay.
-COSTS = Costs(whole=0, whole_entry=4, fixed=0, scored=1, read=2)
+COSTS = StepCosts(Costs(whole=0, whole_entry=4, fixed=0, scored=1, read=2))
 
 
 @pytest.mark.parametrize(

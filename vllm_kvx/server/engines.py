@@ -21,7 +21,7 @@ _GROUPS = "groups"
 _ALIKE = frozenset(
     {
         *(_GROUPS, "ops", "score_ops", "attend_ops", "ops_reason", "policy"),
-        *("auto", "dense_below", "dense_below_batch"),
+        *("auto", "dense_below", "dense_below_batch", "dense_below_one"),
     }
 )
 # What each rank of a pipeline counts of its own layers.

@@ -1,6 +1,7 @@
 """What doctor says of the policy that a server would run, and what was measured of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_kvx.cache.kv_cache_specs import policy_kv_cache_specs
 from vllm_kvx.cache.pool_capacity import pool_tokens
 from vllm_kvx.config.settings import KVSettings
+from vllm_kvx.ops.retrieval import one_launch
 from vllm_kvx.policy.spec import parse_policy
 from vllm_kvx.records import recommendation
 from vllm_kvx.records.layers import save
@@ -25,6 +27,7 @@ from vllm_kvx.server.validate import identity_of
 from vllm_kvx.tools.doctor import asked as asked_for
 from vllm_kvx.tools.doctor.findings import Context, Request
 from vllm_kvx.tools.doctor.plan import rows_of
+from vllm_kvx.tools.doctor.reads import reads
 from vllm_kvx.tools.doctor.sizes import GIB, Pool, Sizes
 
 LAYERS = 8
@@ -75,6 +78,39 @@ def test_the_policy_is_told(doctor) -> None:
     assert "stages of 3 + 5 layers" in text
     assert "KV pool, an estimate" in text and "of weights (by their files)" in text
     assert any("16-bit entries, since the flags were not read" in n for n in lines(told, "note"))
+
+
+def test_from_where_on_a_server_retrieves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its worker says: of one request earlier where one launch does a layer of so long ones."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    model = write_config(tmp_path, **heads, head_dim=128, max_position_embeddings=32768)
+    config = vllm_config(model, "fier-2048", dtype="float32", block_size=32, max_model_len=32768)
+    config.model_config.dtype = torch.bfloat16  # As a GPU would have it.
+    context = Context(Request(), ops=("cuda", "it is built"), vllm_config=config)
+    sizes, policy = Sizes.of(context), parse_policy("fier-2048")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    longest: list[tuple[Any, ...]] = []
+
+    def longest_of(*asked: Any) -> tuple[int, int, tuple[int, ...]]:
+        longest.append(asked)
+        return 132, 16, (40_000, 32_768, 32_768, 32_767)
+
+    monkeypatch.setattr(one_launch, "longest_of", longest_of)
+    own = "from 16384 tokens on, from 12288 in a step of its own, from "
+    (found,) = reads(context, policy, sizes)
+    assert found.status == "ok" and own in found.says
+    assert longest == [(32, 8, 128, 4, torch.device("cuda"))]
+    three = f"{policy} reads parts of contexts from 16384 tokens on, from "
+    for name in ("fier-2048:reduction=sum", "fier-2048:reuse_layers=2", "quest-2048"):
+        (found,) = reads(context, parse_policy(name), sizes)
+        assert "in a step of its own" not in found.says
+    for wide in (replace(sizes, scale_bytes=8), replace(sizes, kv_heads=2)):
+        (found,) = reads(context, policy, wide)
+        assert "in a step of its own" not in found.says
+    monkeypatch.setenv(one_launch.VARIABLE, "0")
+    (found,) = reads(context, policy, sizes)
+    assert found.says.startswith(three) and "in a step of its own" not in found.says
+    assert len(longest) == 1
 
 
 def test_many_groups_are_told(doctor, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ class Costs:
 
     Stock attention takes `whole` and `whole_entry` for every Ki entries of all requests. Retrieval
     takes `fixed`, `scored` for every Ki entries of the requests that retrieve, and `read` for every
-    Ki tokens of their budgets.
+    Ki tokens of their budgets. Where those that retrieve have fewer than `least` entries in all,
+    nothing was measured, and it is taken not to pay.
     """
 
     whole: float
@@ -24,6 +25,7 @@ class Costs:
     fixed: float
     scored: float
     read: float
+    least: int = 0
 
     def shared(self, choosing: float, attends: float) -> "Costs":
         """Those of a layer on average, where some layers read what others have chosen.
@@ -50,7 +52,24 @@ class Costs:
         if by_entry <= 0:
             return NEVER
         shared = max(self.fixed - self.whole, 0) * KI / num_reqs
-        return min(int((self.read * budget + shared) / by_entry) + 1, NEVER)
+        paid = int((self.read * budget + shared) / by_entry) + 1
+        return min(max(paid, -(-self.least // num_reqs)), NEVER)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Those of a layer by the rows of its step.
+
+    many: in three launches. few: in one, which takes steps of up to `few_rows` rows; None where it
+    takes none, or was not measured.
+    """
+
+    many: Costs
+    few: Costs | None = None
+    few_rows: int = 0
+
+    def of(self, num_rows: int) -> Costs:
+        return self.few if self.few is not None and num_rows <= self.few_rows else self.many
 
 
 @dataclass(frozen=True)
@@ -58,25 +77,36 @@ class Begins:
     """Entries from which on requests of one policy retrieve.
 
     alone: whatever else runs. batch: in steps of `num_reqs` requests of that many entries each.
+    one: in a step of one request whose layers one launch does each, NEVER if none does.
     """
 
     alone: int
     batch: int
     num_reqs: int
+    one: int = NEVER
 
     @classmethod
-    def of(cls, alone: int, least: int, budget: int, costs: Costs, num_reqs: int) -> "Begins":
+    def of(cls, alone: int, least: int, budget: int, costs: StepCosts, num_reqs: int) -> "Begins":
         """Those of a policy that reads `budget` tokens, and all of fewer than `least` entries."""
-        paid = max(costs.pays_from(budget, num_reqs), least)
-        return cls(alone, min(alone, paid), num_reqs)
+
+        def paid(rows: int) -> int:
+            return min(max(costs.of(rows).pays_from(budget, rows), least), alone)
+
+        return cls(alone, paid(num_reqs), num_reqs, paid(1) if costs.few else NEVER)
+
+    @property
+    def shortest(self) -> int:
+        return min(self.batch, self.one)
 
     def __str__(self) -> str:
-        if self.batch == NEVER:
+        if self.shortest == NEVER:
             return "of no length"
-        alone = f"from {self.alone} tokens on" if self.alone < NEVER else "of no length alone"
-        if self.batch == self.alone:
-            return alone
-        return f"{alone}, from {self.batch} in steps of {self.num_reqs} such requests"
+        said = [f"from {self.alone} tokens on" if self.alone < NEVER else "of no length alone"]
+        if self.one < self.alone:
+            said.append(f"from {self.one} in a step of its own")
+        if self.batch < self.alone and self.batch != self.one:
+            said.append(f"from {self.batch} in steps of {self.num_reqs} such requests")
+        return ", ".join(said)
 
 
 # Retrieval takes so much longer in a layer of an engine than in a layer by itself, in microseconds.
@@ -118,6 +148,16 @@ COSTS: dict[str, dict[tuple[int, int], Costs]] = {
         (8, 512): Costs(18.817, 1.015, 45.954, 0.327, 1.502),
     },
     "torch": {},
+}
+# The same of few rows, where one launch does a layer (``one_launch``), by the shapes that it takes:
+# fitted by the same command to layers as a step has them, with the rest between
+# (h200-retrieval-wide-places.json and h200-retrieval-step-warm.json, for 4 KV heads
+# h200-retrieval-wide-places-of-2.json), which is what they take in an engine. All have budgets of
+# 2,048 tokens.
+ONE_LAUNCH_LEAST = 12_288
+ONE_LAUNCH = {
+    (4, 512): Costs(13.246, 0.493, 14.355, 0.053, 0.909, ONE_LAUNCH_LEAST),
+    (8, 512): Costs(13.031, 0.956, 14.072, 0.111, 1.705, ONE_LAUNCH_LEAST),
 }
 # On a CPU retrieval gains nothing, and every length may try it.
 _ALWAYS = Costs(whole=0, whole_entry=1, fixed=0, scored=0, read=0)
@@ -170,6 +210,31 @@ def costs(
         found = found.shared(choosing, ATTENDS[backend])
     besides = IN_ENGINE_US + (BESIDE_STATES_US if keeps_state else 0.0)
     return replace(found, fixed=found.fixed + besides)
+
+
+def step_costs(
+    backend: str,
+    reduction: str,
+    kv_heads: int,
+    head_bytes: int,
+    keeps_state: bool,
+    invariant: bool,
+    choosing: float,
+    *,
+    few_rows: int,
+) -> StepCosts:
+    """Those of a layer in an engine, by the rows of a step.
+
+    Args: see `costs`.
+        few_rows: of steps that one launch does, 0 if it does none. Not where layers keep a state,
+            or where answers may not depend on the batch: what these lose or promise holds there.
+    """
+    machine = backend, reduction, kv_heads, head_bytes
+    many = costs(*machine, keeps_state=keeps_state, invariant=invariant, choosing=choosing)
+    shapes = [each for each in ONE_LAUNCH if each[0] <= kv_heads and each[1] == head_bytes]
+    if not few_rows or not shapes or keeps_state or invariant:
+        return StepCosts(many)
+    return StepCosts(many, ONE_LAUNCH[max(shapes)], few_rows)
 
 
 def alone_from(

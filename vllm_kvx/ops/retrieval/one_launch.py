@@ -36,17 +36,24 @@ def pays(attention: Any) -> bool:
     attention: vLLM's implementation of a layer, with the heads of this rank.
 
     Raises:
+        ValueError: see `is_on`.
+    """
+    measured = was_faster(attention.num_heads, attention.num_kv_heads, attention.head_size)
+    # It reads entries of the queries' dtype alone.
+    return is_on() and measured and not attention.kv_cache_dtype.endswith("per_token_head")
+
+
+def is_on() -> bool:
+    """Whether this environment takes it anywhere.
+
+    Raises:
         ValueError: the variable that turns it off has another value than 0 or 1.
     """
     wanted = os.environ.get(VARIABLE) or "1"
     if wanted not in ("0", "1"):
         raise ValueError(f"{VARIABLE}={wanted}: set it to 0, for three launches a layer, or to 1")
     # A part of the multiprocessors has no room for all CTAs at once.
-    shared = os.environ.get(_MPS_SHARE, "100") != "100"
-    measured = was_faster(attention.num_heads, attention.num_kv_heads, attention.head_size)
-    # It reads entries of the queries' dtype alone.
-    measured = measured and not attention.kv_cache_dtype.endswith("per_token_head")
-    return wanted == "1" and not shared and measured
+    return wanted == "1" and os.environ.get(_MPS_SHARE, "100") == "100"
 
 
 def was_faster(heads: int, kv_heads: int, head_dim: int) -> bool:
@@ -81,18 +88,10 @@ class OneLaunch:
 
         heads, kv_heads: of a layer. The CUDA operators take such queries.
         """
-        rows = min(max_rows, MAX_ROWS, MAX_PAIRS // kv_heads)
-        if rows < 1 or heads // kv_heads > cuda_ops.FUSED_MAX_SHARE:
+        count, splits, longest = longest_of(heads, kv_heads, head_dim, max_rows, device)
+        if not longest:
             return None
-        if torch.cuda.get_device_capability(device) != CAPABILITY:
-            return None
-        count = torch.cuda.get_device_properties(device).multi_processor_count
-        splits = min(count // kv_heads, MAX_SPLITS)
-        shape = (head_dim, heads // kv_heads, kv_heads)
-        longest = tuple(
-            cuda_ops.fused_longest(device, *shape, num_rows, splits, count)
-            for num_rows in range(1, rows + 1)
-        )
+        rows = len(longest)
         room = ", ".join(f"{most:,} for {n}" for n, most in enumerate(longest, 1))
         logger.info(
             "Retrieval: a layer is one launch where a step has at most %d rows, and its block "
@@ -101,6 +100,10 @@ class OneLaunch:
         )
         size = (rows * kv_heads, cuda_ops.FUSED_STATE)
         return cls(torch.zeros(size, dtype=torch.int32, device=device), count, splits, longest)
+
+    def rows_of(self, entries: int) -> int:
+        """Rows of the largest CUDA graph that it does, where each has at most so many entries."""
+        return graph_rows(self.longest, entries)
 
     @property
     def counters(self) -> Tensor:
@@ -170,3 +173,31 @@ class OneLaunch:
             self.multiprocessors,
             sinks,
         )
+
+
+def longest_of(
+    heads: int, kv_heads: int, head_dim: int, max_rows: int, device: torch.device
+) -> tuple[int, int, tuple[int, ...]]:
+    """Multiprocessors, CTAs of a row and KV head at most, and what `OneLaunch.longest` is.
+
+    That is empty where one launch can do no row. Args: see `OneLaunch.of`.
+    """
+    rows = min(max_rows, MAX_ROWS, MAX_PAIRS // kv_heads)
+    if rows < 1 or heads // kv_heads > cuda_ops.FUSED_MAX_SHARE:
+        return 0, 0, ()
+    if torch.cuda.get_device_capability(device) != CAPABILITY:
+        return 0, 0, ()
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    splits = min(count // kv_heads, MAX_SPLITS)
+    shape = (head_dim, heads // kv_heads, kv_heads)
+    longest = tuple(
+        cuda_ops.fused_longest(device, *shape, num_rows, splits, count)
+        for num_rows in range(1, rows + 1)
+    )
+    return count, splits, longest
+
+
+def graph_rows(longest: tuple[int, ...], entries: int) -> int:
+    """See `OneLaunch.rows_of`. vLLM has graphs of 1, 2 and 4 rows, and of none between."""
+    rows = sum(entries <= most for most in longest)
+    return 1 << (rows.bit_length() - 1) if rows else 0

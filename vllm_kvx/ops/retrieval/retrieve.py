@@ -172,6 +172,10 @@ class Scratch:
         one = [] if self.one_launch is None else [self.one_launch.counters]
         return [self.histogram, self.tickets, *one]
 
+    def rows_in_one(self, entries: int) -> int:
+        """Rows up to which one launch does a step whose requests have at most so many entries."""
+        return self.one_launch.rows_of(entries) if self.one_launch else 0
+
     @property
     def that_chooses(self) -> "Scratch":
         """The same memory, for calls that leave what they chose in `indices` and `counts`."""

@@ -1,11 +1,15 @@
 """From which length on a server's decode steps retrieve on this machine, and by which ops."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok
 from vllm_kvx.tools.doctor.sizes import Sizes
+
+if TYPE_CHECKING:
+    from vllm_kvx.ops.retrieval.backends import Backends
 
 
 def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]:
@@ -17,7 +21,7 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
 
     from vllm_kvx.indexes.table import INDEXES
     from vllm_kvx.ops.retrieval.backends import Backends
-    from vllm_kvx.ops.retrieval.costs import Begins, alone_from, costs
+    from vllm_kvx.ops.retrieval.costs import Begins, alone_from, step_costs
     from vllm_kvx.ops.retrieval.crossover import NEVER
 
     layout = RetrievalLayout.of(retrieve)
@@ -35,18 +39,42 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
     head_bytes = 2 * sizes.head_dim * (2 if sizes.scale_bytes else sizes.entry_bytes)
     machine = backends.score, layout.reduction, sizes.kv_heads, head_bytes
     num_reqs = context.vllm_config.scheduler_config.max_num_seqs
-    states = model.is_hybrid
-    share = layout.retrieving.share_that_chooses(sizes.policy_layers)
-    alone = retrieve.floor(alone_from(*machine, keeps_state=states, choosing=share))
-    least, invariant = retrieve.floor(0), envs.VLLM_BATCH_INVARIANT
-    taken = costs(*machine, keeps_state=states, invariant=invariant, choosing=share)
-    begins = Begins.of(alone, least, retrieve.budget, taken, num_reqs)
+    states, invariant = model.is_hybrid, envs.VLLM_BATCH_INVARIANT
+    chooses = layout.retrieving.share_that_chooses(sizes.policy_layers)
+    alone = retrieve.floor(alone_from(*machine, keeps_state=states, choosing=chooses))
+    few = _rows_in_one_launch(backends, layout, share * sizes.kv_heads, sizes)
+    taken = step_costs(*machine, states, invariant, chooses, few_rows=few)
+    begins = Begins.of(alone, retrieve.floor(0), retrieve.budget, taken, num_reqs)
     by = f"(dense_below={retrieve.dense_below}; ops: {backends}, {backends.reason})"
-    if begins.batch <= sizes.longest:
+    if begins.shortest <= sizes.longest:
         yield ok(f"{retrieve} reads parts of contexts {begins} {by}")
         return
     yield note(
         f"{retrieve} reads every context whole, as full does: the longest has {sizes.longest:,} "
-        f"tokens, and it retrieves {begins if begins.batch < NEVER else 'at no length'} {by}",
+        f"tokens, and it retrieves {begins if begins.shortest < NEVER else 'at no length'} {by}",
         "set dense_below=<tokens> in the policy, or use CUDA ops, which pay earlier",
     )
+
+
+def _rows_in_one_launch(
+    backends: "Backends", layout: RetrievalLayout, heads: int, sizes: Sizes
+) -> int:
+    """Rows up to which a worker's layers take one launch, as its ``Scratch`` says."""
+    import torch
+
+    from vllm_kvx.indexes.table import INDEXES
+    from vllm_kvx.ops.retrieval.one_launch import (
+        MAX_ROWS,
+        graph_rows,
+        is_on,
+        longest_of,
+        was_faster,
+    )
+
+    can = backends.score == "cuda" and layout.reduction == "max" and layout.retrieving.reuse == 1
+    can = can and INDEXES[layout.index].in_one_launch and not sizes.scale_bytes
+    can = can and torch.cuda.is_available()
+    if not can or not is_on() or not was_faster(heads, sizes.kv_heads, sizes.head_dim):
+        return 0
+    machine = heads, sizes.kv_heads, sizes.head_dim, MAX_ROWS, torch.device("cuda")
+    return graph_rows(longest_of(*machine)[2], sizes.longest)

@@ -18,7 +18,7 @@ def announce(policy: Retrieve, begins: Begins, backends: Backends, max_model_len
 
     begins: from where on it retrieves here. backends: the ops that run.
     """
-    shorter = ", and shorter ones whole" if begins.batch < NEVER else ""
+    shorter = ", and shorter ones whole" if begins.shortest < NEVER else ""
     # A warning where faster ops could run, had they been built.
     log = logger.warning if COMMAND in backends.reason else logger.info
     log(
@@ -30,7 +30,7 @@ def announce(policy: Retrieve, begins: Begins, backends: Backends, max_model_len
         backends,
         backends.reason,
     )
-    if begins.batch <= max_model_len:
+    if begins.shortest <= max_model_len:
         return
     build = (
         f"; CUDA ops pay earlier than Triton ones (`{COMMAND}`)"
@@ -43,7 +43,7 @@ def announce(policy: Retrieve, begins: Begins, backends: Backends, max_model_len
         "dense_below=<tokens> in the policy, or 0",
         policy,
         max_model_len,
-        begins if begins.batch < NEVER else "at no length",
+        begins if begins.shortest < NEVER else "at no length",
         build,
     )
 
@@ -58,6 +58,7 @@ def figures(policy: Retrieve, begins: Begins, backends: Backends, auto: int) -> 
         "policy": str(policy),
         "dense_below": _known(begins.alone),
         "dense_below_batch": _known(begins.batch),
+        "dense_below_one": _known(begins.one),
         "auto": _known(auto),
     }
 

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_kvx.cache.kv_cache_specs import page_shape
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.indexes.table import INDEXES
-from vllm_kvx.ops.retrieval.costs import Begins, alone_from, costs
+from vllm_kvx.ops.retrieval.costs import Begins, alone_from, step_costs
 from vllm_kvx.ops.retrieval.one_launch import pays
 from vllm_kvx.ops.retrieval.retrieve import Scratch, retrieve
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
@@ -118,18 +118,15 @@ class Retrieval:
         first, states = layers[0].index, model.is_hybrid
         share, invariant = rule.share_that_chooses(num_layers), envs.VLLM_BATCH_INVARIANT
         self.crossover = alone_from(*machine, keeps_state=states, choosing=share)
-        self.costs = costs(*machine, keeps_state=states, invariant=invariant, choosing=share)
+        few, told = self.scratch.rows_in_one(model.max_model_len), (states, invariant, share)
+        self.costs = step_costs(*machine, *told, few_rows=few)
         # Where only policies of `kv_layout` retrieve, the one that needs the longest contexts.
         self.policy = settings.policy.retrieve or layout.largest
         # By place.
         self._chooses = [rule.chooses(layer.index, first) for layer in layers]
-        self.begins = Begins.of(
-            self.policy.floor(self.crossover),
-            self.policy.floor(0),
-            self.policy.budget,
-            self.costs,
-            max_reqs,
-        )
+        own = self.policy
+        lengths = own.floor(self.crossover), own.floor(0), own.budget
+        self.begins = Begins.of(*lengths, self.costs, max_reqs)
         announce(self.policy, self.begins, self.backends, model.max_model_len)
         in_torch, loads = self.backends.score == "torch", vllm_config.kv_transfer_config is not None
         self.sidecars = Sidecars(index, layers, max_reqs, in_torch, loads, device)
@@ -209,7 +206,7 @@ class Retrieval:
         """
         rules = self.rules.of(requests)
         generates = (ends > prompt_lens) & (rules.budgets > 0)
-        return retrieving_lens(rules, self.costs, generates, stored_lens)
+        return retrieving_lens(rules, self.costs.of(len(requests)), generates, stored_lens)
 
     def _surely_fits(self, lens: IntArray) -> bool:
         """Whether scores have room whatever is retrieved of these (R,): true of most batches."""

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.retrieval.costs import Costs
+from vllm_kvx.ops.retrieval.costs import Costs, StepCosts
 from vllm_kvx.ops.retrieval.rows import RetrievalRows, room_of
 from vllm_kvx.policy import storage
 from vllm_kvx.policy.policy import KVPolicy
@@ -195,7 +195,7 @@ class RetrievalStep:
     def of(
         cls,
         rules: Rules,
-        costs: Costs,
+        costs: StepCosts,
         unknown: IntArray,
         begins: IntArray,
         counts: IntArray,
@@ -208,7 +208,8 @@ class RetrievalStep:
         generates = (ends > prompt_lens) & (rules.budgets > 0)
         # A request that resumes may read a prefix that another request computes in this step.
         several = generates & ((counts > 1) | is_fresh)
-        lens = retrieving_lens(rules, costs, generates & ~several, stored_lens)
+        of_rows = costs.of(int(counts.sum()))
+        lens = retrieving_lens(rules, of_rows, generates & ~several, stored_lens)
         # Which it is of those whose floors lie among what is unknown, the device knows.
         sure = (stored_lens - unknown >= rules.floors) | (stored_lens < rules.floors)
         whole = ((lens > 0) & sure).astype(np.int64)
@@ -333,7 +334,8 @@ def retrieving_lens(
         saved = (gains * near).sum(axis=1)
         saved += np.where((alone | near).all(axis=1), costs.whole, 0)
         saved -= np.where(alone.any(axis=1), 0, costs.fixed)
-        near &= (saved > 0)[:, None]
+        entries = (stored_lens * (alone | near)).sum(axis=1)
+        near &= ((saved > 0) & (entries >= costs.least))[:, None]
     return np.where(alone | near, stored_lens, 0)
 
 
