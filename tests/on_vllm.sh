@@ -31,6 +31,7 @@ SMOKE=(
     tests/models/test_adapters.py
     tests/server/test_misplaced.py
     tests/server/test_media.py
+    tests/server/test_rendering.py
     tests/server/test_*refusals.py
     tests/server/test_start_settings.py
     "$ENGINES/test_speed_cache.py::test_preempted_equals_uninterrupted[mixed]"

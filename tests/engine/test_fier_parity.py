@@ -89,6 +89,20 @@ def test_one_shot_and_budgets_of_all(tiny: Callable[..., Path]) -> None:
     assert counters["dense_fallbacks"] == 4 * 5
 
 
+def test_all_layers_read_everything(tiny: Callable[..., Path]) -> None:
+    """`dense_layers` of the whole model: no step counts as one that retrieves, and all is read."""
+    model = tiny(layers=3)
+    name = named(Read(Retrieve(64, dense_layers=3)))
+    with running(model, name) as engine:
+        answers = engine.generate(prompts_of((94, 130)), max_tokens=6)
+        counters = engine.stats()["policies"][str(parse_policy(name))]
+        engine.assert_idle()
+    assert_parity(model, answers, Speed())
+    assert (counters["retrieval_steps"], counters["dense_fallbacks"]) == (0, 2 * 5)
+    assert counters["entries_read"] == counters["entries_held_in_decode"] > 0
+    assert counters["entries_scored"] == 0
+
+
 def test_the_batch_decides(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `auto` one request reads everything where three of its length retrieve: 300 entries pay
     for retrieval, and 400 of one request. A number in `dense_below` is by length alone."""

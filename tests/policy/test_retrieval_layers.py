@@ -30,6 +30,22 @@ def test_which_layers_choose(dense: int, reuse: int, first: int, choosing: list[
     assert [layer for layer in range(8) if rule.retrieves(layer)] == list(range(dense, 8))
 
 
+@pytest.mark.parametrize(
+    ("dense", "starts", "retrieving"),
+    [
+        (0, (0,), [True]),
+        (7, (0,), [True]),
+        (8, (0,), [False]),
+        (128, (0,), [False]),
+        (5, (0, 6), [True, True]),
+        (6, (0, 6), [False, True]),
+        (8, (0, 6), [False, False]),
+    ],
+)
+def test_stages_that_retrieve(dense: int, starts: tuple[int, ...], retrieving: list[bool]) -> None:
+    assert RetrievalLayers(dense).in_stages(starts, 8) == retrieving
+
+
 def test_a_policy_that_reads_all_layers_whole_says_so() -> None:
     fier = parse_policy("fier-64:dense_layers=8").parts[0]
     assert fier.notice(9) is None

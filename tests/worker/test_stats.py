@@ -75,6 +75,26 @@ def test_dense_layers_are_the_models_first_ones() -> None:
         assert (ranks[0] + ranks[1])[:3].tolist() == whole[:3].tolist()
 
 
+@pytest.mark.parametrize("dense", [2, 3, 5, 7, 8, 128])
+def test_a_step_that_reads_every_layer_whole_does_not_retrieve(dense: int) -> None:
+    """Whatever the lengths say; of a pipeline each rank counts so, one with dense layers alone too.
+
+    Above layer 5 the second request has too few entries to choose from.
+    """
+    policy = parse_policy(f"fier-64:dense_below=0,dense_layers={dense}")
+    seen = np.array([[100, 100], [90, 3]])
+    lens, budgets = np.array([[100, 100], [90, 0]]), np.array([64, 64])
+    rule = RetrievalLayers(dense)
+    steps = int(dense < 8) + int(dense < 5)
+    for sizes, first in (((5, 3), 0), ((4, 0), 0), ((1, 3), 4), ((0, 2), 6)):
+        reads_parts = rule.in_stages((0, 5), 8)
+        stats = PolicyStats(sizes, first_layer=first, retrieving=rule, reads_parts=reads_parts)
+        for each in (stats, stats.anew(stats.policies)):
+            row = each.row_of(policy)
+            each.add_retrieval(np.array([row, row]), seen, lens, budgets, seen < 0)
+            assert each.retrieval[row][3:].tolist() == [steps, 2 - steps]
+
+
 def test_layers_that_read_by_anothers_choice_score_nothing() -> None:
     """Of layers 2 to 7 by threes 2 and 5 choose; of a rank from layer 4 on its first one, too."""
     seen, budgets = np.array([[100], [90]]), np.array([64])

@@ -1,5 +1,6 @@
 """Which layers read a part of what they store, and which of them choose it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -18,6 +19,13 @@ class RetrievalLayers:
     def retrieves(self, layer: int) -> bool:
         """Whether a layer may read less than everything."""
         return layer >= self.dense
+
+    def in_stages(self, starts: Sequence[int], num_layers: int) -> list[bool]:
+        """By KV stage of a model, whether any of its layers may read less than everything.
+
+        starts: the first layer of each.
+        """
+        return [self.retrieves(end - 1) for end in (*starts[1:], num_layers)]
 
     def chooses(self, layer: int, first: int = 0) -> bool:
         """Whether a layer makes the choice that it reads by.

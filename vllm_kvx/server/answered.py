@@ -35,6 +35,10 @@ ANSWERING = (
     *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses"),
     *("/v1/messages", "/invocations", *WITH_SAMPLING_PARAMS, *WITHOUT_POLICY),
 )
+# Routes that answer with the request to the engine that they make of the body.
+RENDERING = tuple(
+    f"/v1/{route}/render" for route in ("chat/completions", "completions", "responses", "messages")
+)
 # Under this key a request's scope has a list, which gets the policy's name.
 _SAID = "kvx_policy"
 # What usage says, of the request that this task answers.
@@ -76,7 +80,9 @@ def _give_anthropics_usage_room() -> None:
 
 
 def note_policy(request: Request, body: Any) -> None:
-    """Notes the policy of a request whose keys are checked.
+    """Notes the policy of a request whose keys are checked, if this server answers it.
+
+    One that it renders names the policy for whoever answers: it is looked at all the same.
 
     Raises:
         VLLMValidationError: the server cannot or may not run it. vLLM would say so in the stream
@@ -84,7 +90,7 @@ def note_policy(request: Request, body: Any) -> None:
     """
     status = getattr(request.app.state, STATUS, None)
     path = request.scope["path"]
-    if status is None or not path.endswith(ANSWERING):
+    if status is None or not path.endswith((*ANSWERING, *RENDERING)):
         return
     name = _asked(body, path)
     policy = status.settings.policy
@@ -93,6 +99,8 @@ def note_policy(request: Request, body: Any) -> None:
             policy = check_policy(status.settings, name, count_for(status.model_name))
         except PolicyError as error:
             raise VLLMValidationError(str(error), parameter=POLICY_KEY) from None
+    if path.endswith(RENDERING):
+        return
     _policy.set(str(policy))
     request.scope.get(_SAID, []).append(str(policy))
 

@@ -101,7 +101,8 @@ COUNTERS = {
     "retrieval_steps": Metric("retrieval_steps", "Decode tokens that read a selection of entries."),
     "dense_fallbacks": Metric(
         "retrieval_dense_fallbacks",
-        "Decode tokens under retrieval that read all: a short context, or a small batch.",
+        "Decode tokens under retrieval that read all: a short context, a small batch, or "
+        "dense_layers of the whole model.",
     ),
     "tokens_drafted": Metric("draft_tokens", "Tokens drafted for requests and verified."),
     "tokens_accepted": Metric("accepted_draft_tokens", "Of the drafted tokens, those that stay."),

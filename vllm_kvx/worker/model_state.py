@@ -85,7 +85,9 @@ class PolicyModelState(DefaultModelState):
         waits = any(policy.num_generated for policy in settings.policies)
         policies = settings.counted_policies()
         sizes = [stages.count(stage) for stage in range(len(self.starts))]
-        self.stats = PolicyStats(sizes, policies, len(self.hooks.names), first, layout.retrieving)
+        rule = layout.retrieving
+        parts = rule.in_stages(self.starts, num_layers)
+        self.stats = PolicyStats(sizes, policies, len(self.hooks.names), first, rule, parts)
         self.memory = PrefillBuffers(
             attention, num_windows, layout.window, dtype, device, policies.size, waits
         )

@@ -38,11 +38,13 @@ class PolicyStats:
         num_layers: int | None = None,
         first_layer: int = 0,
         retrieving: RetrievalLayers = OF_PAPERS,
+        reads_parts: Sequence[bool] | None = None,
     ) -> None:
         """stage_sizes: layers of every KV stage that this worker has.
 
         num_layers: that run, if others run as well. first_layer: the number of the first one.
-        retrieving: the layers that retrieve.
+        retrieving: the layers that retrieve. reads_parts: by stage, whether it has any of them,
+            on whatever rank; None if all have.
         """
         self.retrieving = retrieving
         self.stage_sizes, self.first_layer = np.array(stage_sizes), first_layer
@@ -51,6 +53,8 @@ class PolicyStats:
         # Layers of every stage that choose what they and others read.
         by_stage = np.split(np.array(chooses, dtype=int), np.cumsum(self.stage_sizes)[:-1])
         self._choosing = np.array([part.sum() for part in by_stage])
+        every = [True] * len(stage_sizes)
+        self._reads_parts = np.array(every if reads_parts is None else reads_parts)
         self.num_layers = sum(stage_sizes) if num_layers is None else num_layers
         self.policies = policies if policies is not None else CountedPolicies()
         size = self.policies.size
@@ -72,7 +76,8 @@ class PolicyStats:
     def anew(self, policies: CountedPolicies) -> "PolicyStats":
         """Of the same layers, with nothing counted yet."""
         sizes = self.stage_sizes.tolist()
-        return PolicyStats(sizes, policies, self.num_layers, self.first_layer, self.retrieving)
+        layers = self.num_layers, self.first_layer, self.retrieving
+        return PolicyStats(sizes, policies, *layers, self._reads_parts.tolist())
 
     def row_of(self, policy: KVPolicy) -> int:
         """The policy's row in the counters."""
@@ -218,7 +223,7 @@ class PolicyStats:
         layers = (self.stage_sizes - dense)[:, None]
         seen = seen * (budgets > 0)
         has = seen.any(axis=0)
-        retrieves = lens.any(axis=0)
+        retrieves = lens[self._reads_parts].any(axis=0)
         per_layer = np.where(lens > 0, np.minimum(lens, budgets), seen)
         choosing = np.where(all_choose, layers, self._choosing[:, None])
         totals = np.stack(

@@ -6,7 +6,7 @@ import pytest
 from support.findings import ON_CPU, lines
 
 from vllm_kvx import plugin
-from vllm_kvx.tools.doctor.findings import Finding
+from vllm_kvx.tools.doctor.findings import Context, Finding
 
 
 def test_flags_that_are_refused_are_all_named(doctor) -> None:
@@ -84,3 +84,43 @@ def test_a_policy_that_nobody_reads(doctor, monkeypatch) -> None:
     asked = doctor(additional_config={"kv_policy": "speed-4"}, serve_args=ON_CPU)
     (problem,) = asked("model", "flags")
     assert problem.status == "problem" and "ignores kv_policy" in problem.says
+
+
+@pytest.mark.parametrize(
+    "refused", [("--enable-prompt-embeds",), ("--max-model-len", "9999999"), ("--no-such-flag",)]
+)
+@pytest.mark.parametrize("block", [("--block-size", "64"), ("--block-size=64",)])
+def test_the_block_size_is_the_one_given_where_other_flags_are_refused(
+    doctor, refused: tuple[str, ...], block: tuple[str, ...]
+) -> None:
+    """FIER's groups of 32 tokens do not divide vLLM's default, which would be taken otherwise."""
+    asked = doctor("fier-64", prompt_len=1000, serve_args=(*block, *refused, *ON_CPU))
+    assert lines(asked("model", "flags"), "problem")
+    # Where the flags' check dies, another process goes on.
+    for context in (asked.context, Context.of(asked.context.request, asked.context.state())):
+        asked.context = context
+        told = asked("policy")
+        assert any(says.startswith("KV of such a prompt: ") for says in lines(told, "ok"))
+        (note,) = [each for each in lines(told, "note") if "config.json" in each]
+        assert "KV blocks of 64 tokens, as --block-size says, and 16-bit entries" in note
+        assert "since the other flags were not read" in note
+
+
+def test_a_block_size_in_a_config_file_is_read_where_a_policy_is_refused(
+    doctor, tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("block-size: 64\nenable-prompt-embeds: true\n")
+    asked = doctor("fier-64", serve_args=("--config", str(file), *ON_CPU))
+    assert lines(asked("model", "flags"), "problem")
+    assert any("KV blocks of 64 tokens" in says for says in lines(asked("policy"), "note"))
+
+
+@pytest.mark.parametrize(
+    "block", [(), ("--block-size",), ("--block-size", "0"), ("--block-size", "x")]
+)
+def test_without_a_block_size_it_is_vllms_default(doctor, block: tuple[str, ...]) -> None:
+    asked = doctor("speed-4", serve_args=("--no-such-flag", *ON_CPU, *block))
+    assert lines(asked("model", "flags"), "problem")
+    said = "KV blocks of 16 tokens and 16-bit entries, since the flags were not read"
+    assert any(said in each for each in lines(asked("policy"), "note"))

@@ -35,7 +35,7 @@ def flags(context: Context) -> Iterator[Finding]:
         yield problem(f"vllm serve does not take these flags: {reason(error)}")
         return
     config = dict(engine_args.additional_config or {})
-    context.kv_cache_dtype = dtype_in(vars(engine_args))
+    context.kv_cache_dtype, context.block_size = dtype_in(vars(engine_args)), engine_args.block_size
     try:
         # In place of `auto`; the server itself chooses below, by all of its flags.
         context.additional_config = with_auto(context, config)

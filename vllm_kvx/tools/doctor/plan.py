@@ -13,7 +13,7 @@ from vllm_kvx.server.auto_policy import MEASURED, line_of
 from vllm_kvx.tools.doctor.asked import additional_config, settings_of
 from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok, problem, reason
 from vllm_kvx.tools.doctor.reads import reads
-from vllm_kvx.tools.doctor.sizes import Pool, Sizes, memory_of, size_of
+from vllm_kvx.tools.doctor.sizes import Pool, Sizes, asked_block_size, memory_of, size_of
 
 _NAME_POLICY = "vllm-kvx doctor MODEL --kv-policy POLICY"
 
@@ -104,9 +104,11 @@ def _counts(context: Context, settings: KVSettings, sizes: Sizes) -> Iterator[Fi
     if sizes.kv_layers is not None:
         yield ok(sizes.kv_layers.says(prompt_len, _kept(settings, prompt_len, sizes)))
     if not sizes.from_server:
+        asked = asked_block_size(context) is not None
         yield note(
-            f"counted by config.json, KV blocks of {sizes.block_size} tokens and 16-bit entries, "
-            "since the flags were not read"
+            f"counted by config.json, KV blocks of {sizes.block_size} tokens"
+            f"{', as --block-size says,' if asked else ''} and 16-bit entries, since the "
+            f"{'other ' if asked else ''}flags were not read"
         )
     yield from _pool(context, settings, sizes, pool)
     yield from reads(context, served, sizes)

@@ -1,5 +1,6 @@
 """What of a server decides how many prompt tokens its KV pool holds."""
 
+import argparse
 import math
 import os
 from collections.abc import Sequence
@@ -38,7 +39,8 @@ class Sizes:
     block_size: tokens of a KV block. longest: tokens of the longest prompt. step: tokens of a step.
     memory_share: of a GPU's memory that vLLM takes. ranks: tensor parallel.
     kv_layers: what its layers hold, where some slide or keep a state; else None.
-    from_server: whether vLLM said so; else they are of config.json and vLLM's defaults.
+    from_server: whether vLLM said so; else they are of config.json and vLLM's defaults, but for the
+        block size that flags ask for.
     """
 
     layers: int
@@ -66,7 +68,8 @@ class Sizes:
         """
         if context.vllm_config is not None:
             return cls._of_server(context.vllm_config)
-        return cls._of_model(context.text_config, context.request)
+        block_size = asked_block_size(context) or _BLOCK_SIZE
+        return cls._of_model(context.text_config, context.request, block_size)
 
     @classmethod
     def _of_server(cls, config: Any) -> "Sizes":
@@ -96,7 +99,7 @@ class Sizes:
         return replace(sizes, kv_layers=kv_layers)
 
     @classmethod
-    def _of_model(cls, config: dict[str, Any], request: Request) -> "Sizes":
+    def _of_model(cls, config: dict[str, Any], request: Request, block_size: int) -> "Sizes":
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         kv_heads = config.get("num_key_value_heads") or heads
         # vLLM serves float32 checkpoints in 16 bits, too.
@@ -107,7 +110,7 @@ class Sizes:
             hidden=hidden,
             entry_bytes=2,
             state_bytes=min(element_bytes(config), 2) or 2,
-            block_size=_BLOCK_SIZE,
+            block_size=block_size,
             longest=config["max_position_embeddings"],
             step=config["max_position_embeddings"],
             memory_share=_MEMORY_SHARE,
@@ -273,6 +276,20 @@ def memory_of(context: Context, sizes: Sizes, stash_tokens: int) -> Memory | Non
         "and what activations and CUDA graphs take",
     ]
     return Memory(pool, ", ".join(words))
+
+
+def asked_block_size(context: Context) -> int | None:
+    """The block size that the server's flags ask for, whatever vLLM says of the other ones.
+
+    None without one, or where it is no size.
+    """
+    if context.block_size is not None:
+        return max(context.block_size, 0) or None
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    # Without its value it is None, not an error that ends the process.
+    parser.add_argument("--block-size", "--block_size", nargs="?")
+    given: str | None = parser.parse_known_args(context.request.serve_args)[0].block_size
+    return int(given) or None if given is not None and given.isdecimal() else None
 
 
 def size_of(num_bytes: float) -> str:
