@@ -137,7 +137,7 @@ def test_few_rows_pay_by_themselves(
     monkeypatch.setitem(COSTS, "torch", {(1, 1): never})
     monkeypatch.setitem(CROSSOVERS, "torch", {(1, 1): 400})
     monkeypatch.setitem(ONE_LAUNCH, (2, 256), few)
-    monkeypatch.setattr(Scratch, "rows_in_one", lambda self, entries: 1)
+    monkeypatch.setattr(Scratch, "rows_in_one", lambda self, entries, captured: 1)
     model = tiny()
     prompts = prompts_of((120, 121))
     with running(model, "fier-64", max_num_batched_tokens=2304, max_num_seqs=5) as engine:

@@ -14,9 +14,9 @@ from vllm_kvx.ops.retrieval.one_launch import (
     MAX_SPLITS,
     VARIABLE,
     OneLaunch,
-    graph_rows,
     longest_of,
     pays,
+    rows_in_graphs,
 )
 from vllm_kvx.ops.retrieval.retrieve import Scratch
 
@@ -29,6 +29,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     h200 = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    monkeypatch.setattr(cuda, "why_not", lambda: "")
     monkeypatch.setattr(cuda, "fused_longest", lambda *args: 480_000 // args[4])
 
 
@@ -72,6 +73,11 @@ class TestWhereItMay:
             assert OneLaunch.of(32, 8, 128, 64, CPU) is None
             assert longest_of(32, 8, 128, 64, CPU) == (0, 0, ())
 
+    def test_operators_that_do_not_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert longest_of(32, 8, 128, 64, CPU)[2]
+        monkeypatch.setattr(cuda, "why_not", lambda: "they were deleted meanwhile")
+        assert longest_of(32, 8, 128, 64, CPU) == (0, 0, ())
+
 
 def layer(
     heads: int = 32, kv_heads: int = 8, head_dim: int = 128, dtype: str = "auto"
@@ -79,6 +85,14 @@ def layer(
     return SimpleNamespace(
         num_heads=heads, num_kv_heads=kv_heads, head_size=head_dim, kv_cache_dtype=dtype
     )
+
+
+def test_servers_with_a_soft_cap_take_three() -> None:
+    """Gemma 2 27B on two ranks has the heads that were measured."""
+    capped = layer()
+    for cap, takes_one in ((50.0, False), (0, True), (None, True)):
+        capped.logits_soft_cap = cap
+        assert pays(capped) == takes_one
 
 
 def test_servers_take_it_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,9 +118,28 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_the_largest_graph_that_it_does() -> None:
     """A step of three requests replays the graph for four, which it may not do."""
     longest = (400, 300, 200, 100)
-    found = {most: graph_rows(longest, most) for most in (401, 400, 301, 300, 200, 101, 100)}
+    lengths, captured = (401, 400, 301, 300, 200, 101, 100), (8, 4, 2, 1)
+    found = {most: rows_in_graphs(longest, most, captured) for most in lengths}
     assert found == {401: 0, 400: 1, 301: 1, 300: 2, 200: 2, 101: 2, 100: 4}
-    assert graph_rows((), 1) == 0
+    assert rows_in_graphs((), 1, captured) == 0
+
+
+@pytest.mark.parametrize(
+    ("captured", "rows"),
+    [
+        ((), 3),
+        ((8,), 0),
+        ((4, 8), 0),
+        ((2, 8), 2),
+        ((3, 6), 3),
+        ((1,), 3),
+        ((1, 2), 3),
+        ((1, 4), 1),
+    ],
+)
+def test_rows_by_the_graphs_that_a_server_has(captured: tuple[int, ...], rows: int) -> None:
+    """One launch does three rows here: a single request may replay a graph for eight."""
+    assert rows_in_graphs((400, 300, 200, 100), 150, captured) == rows
 
 
 def test_what_chooses_has_the_same_memory() -> None:
@@ -115,8 +148,8 @@ def test_what_chooses_has_the_same_memory() -> None:
     assert len(scratch.zeroed) == 2
     state = torch.zeros(4, cuda.FUSED_STATE, dtype=torch.int32)
     served = replace(scratch, one_launch=OneLaunch(state, 132, 66, (64,)))
-    assert [each.rows_in_one(64) for each in (scratch, served)] == [0, 1]
-    assert served.rows_in_one(65) == 0
+    assert [each.rows_in_one(64, (1, 2)) for each in (scratch, served)] == [0, 1]
+    assert served.rows_in_one(65, (1, 2)) == served.rows_in_one(64, (2,)) == 0
     chooses = served.that_chooses
     assert chooses.one_launch is None and chooses.indices is served.indices
     assert served.zeroed[2].data_ptr() == state.data_ptr()

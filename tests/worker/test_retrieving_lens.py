@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from vllm_kvx.ops.retrieval.costs import Costs, StepCosts
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.policy.storage import stored_lens
+from vllm_kvx.worker.decode.retrieval import Retrieval
 from vllm_kvx.worker.decode.step import Mode, RetrievalStep, Rules, retrieving_lens, still_unknown
 
 # In entries, not Ki: a row saves 3 per entry less 2 per token read; retrieval costs 3000 at all,
@@ -112,6 +115,21 @@ def test_a_step_of_few_rows_has_costs_of_its_own() -> None:
     assert lens(1) == [300] and lens(1, [1]) == [300, 300]
     # Three rows: 3 x 300 - 60 are not the 2000 that it would have to save.
     assert lens(1, [2]) == [0, 0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_what_a_step_runs_is_what_was_asked_before_it(size: int) -> None:
+    """Whether a step can replay a graph is asked by the costs that it is planned by."""
+    few = StepCosts(COSTS, replace(COSTS, fixed=1000), few_rows=2)
+    requests, ends = np.arange(size), np.full(size, 240)
+    prompts, counts = np.full(size, 200), np.ones(size, dtype=np.int64)
+    server: Any = SimpleNamespace(rules=rules(size), costs=few)
+    asked = Retrieval.lens_of(server, requests, ends, prompts, ends[None])
+    step = RetrievalStep.of(
+        rules(size), few, NONE, ends - counts, counts, prompts, ends[None],
+        np.zeros(size, dtype=bool),
+    )  # fmt: skip
+    assert asked.tolist() == step.lens.tolist() == [[240 if size != 3 else 0] * size]
 
 
 def test_what_a_step_runs() -> None:

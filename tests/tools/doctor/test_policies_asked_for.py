@@ -86,6 +86,7 @@ def test_from_where_on_a_server_retrieves(tmp_path: Path, monkeypatch: pytest.Mo
     model = write_config(tmp_path, **heads, head_dim=128, max_position_embeddings=32768)
     config = vllm_config(model, "fier-2048", dtype="float32", block_size=32, max_model_len=32768)
     config.model_config.dtype = torch.bfloat16  # As a GPU would have it.
+    config.compilation_config.cudagraph_capture_sizes = [1, 2, 4]
     context = Context(Request(), ops=("cuda", "it is built"), vllm_config=config)
     sizes, policy = Sizes.of(context), parse_policy("fier-2048")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -99,7 +100,7 @@ def test_from_where_on_a_server_retrieves(tmp_path: Path, monkeypatch: pytest.Mo
     own = "from 16384 tokens on, from 12288 in a step of its own, from "
     (found,) = reads(context, policy, sizes)
     assert found.status == "ok" and own in found.says
-    assert longest == [(32, 8, 128, 4, torch.device("cuda"))]
+    assert longest == [(32, 8, 128, config.scheduler_config.max_num_seqs, torch.device("cuda"))]
     three = f"{policy} reads parts of contexts from 16384 tokens on, from "
     for name in ("fier-2048:reduction=sum", "fier-2048:reuse_layers=2", "quest-2048"):
         (found,) = reads(context, parse_policy(name), sizes)
@@ -107,10 +108,19 @@ def test_from_where_on_a_server_retrieves(tmp_path: Path, monkeypatch: pytest.Mo
     for wide in (replace(sizes, scale_bytes=8), replace(sizes, kv_heads=2)):
         (found,) = reads(context, policy, wide)
         assert "in a step of its own" not in found.says
+    monkeypatch.setattr(config.model_config.hf_text_config, "attn_logit_softcapping", 50.0, False)
+    (found,) = reads(context, policy, sizes)
+    assert "in a step of its own" not in found.says
+    monkeypatch.setattr(config.model_config.hf_text_config, "attn_logit_softcapping", None)
     monkeypatch.setenv(one_launch.VARIABLE, "0")
     (found,) = reads(context, policy, sizes)
     assert found.says.startswith(three) and "in a step of its own" not in found.says
     assert len(longest) == 1
+    # One request replays a graph for eight, which takes three launches.
+    monkeypatch.delenv(one_launch.VARIABLE)
+    config.compilation_config.cudagraph_capture_sizes = [8]
+    (found,) = reads(context, policy, sizes)
+    assert "in a step of its own" not in found.says and len(longest) == 2
 
 
 def test_many_groups_are_told(doctor, tmp_path: Path) -> None:

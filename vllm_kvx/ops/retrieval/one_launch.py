@@ -1,6 +1,7 @@
 """FIER's layer in one CUDA launch, in the place of three, where that is faster."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +40,9 @@ def pays(attention: Any) -> bool:
         ValueError: see `is_on`.
     """
     measured = was_faster(attention.num_heads, attention.num_kv_heads, attention.head_size)
-    # It reads entries of the queries' dtype alone.
-    return is_on() and measured and not attention.kv_cache_dtype.endswith("per_token_head")
+    # It reads entries of the queries' dtype alone, and knows no soft cap.
+    other = attention.kv_cache_dtype.endswith("per_token_head")
+    return is_on() and measured and not other and not getattr(attention, "logits_soft_cap", None)
 
 
 def is_on() -> bool:
@@ -101,9 +103,9 @@ class OneLaunch:
         size = (rows * kv_heads, cuda_ops.FUSED_STATE)
         return cls(torch.zeros(size, dtype=torch.int32, device=device), count, splits, longest)
 
-    def rows_of(self, entries: int) -> int:
-        """Rows of the largest CUDA graph that it does, where each has at most so many entries."""
-        return graph_rows(self.longest, entries)
+    def rows_of(self, entries: int, captured: Sequence[int]) -> int:
+        """See `rows_in_graphs`."""
+        return rows_in_graphs(self.longest, entries, captured)
 
     @property
     def counters(self) -> Tensor:
@@ -185,7 +187,8 @@ def longest_of(
     rows = min(max_rows, MAX_ROWS, MAX_PAIRS // kv_heads)
     if rows < 1 or heads // kv_heads > cuda_ops.FUSED_MAX_SHARE:
         return 0, 0, ()
-    if torch.cuda.get_device_capability(device) != CAPABILITY:
+    # It loads the operators, which another process may have chosen.
+    if torch.cuda.get_device_capability(device) != CAPABILITY or cuda_ops.why_not():
         return 0, 0, ()
     count = torch.cuda.get_device_properties(device).multi_processor_count
     splits = min(count // kv_heads, MAX_SPLITS)
@@ -197,7 +200,17 @@ def longest_of(
     return count, splits, longest
 
 
-def graph_rows(longest: tuple[int, ...], entries: int) -> int:
-    """See `OneLaunch.rows_of`. vLLM has graphs of 1, 2 and 4 rows, and of none between."""
-    rows = sum(entries <= most for most in longest)
-    return 1 << (rows.bit_length() - 1) if rows else 0
+def rows_in_graphs(longest: tuple[int, ...], entries: int, captured: Sequence[int]) -> int:
+    """Rows up to which it does a step whose requests have at most so many entries.
+
+    A step replays the smallest CUDA graph with as many rows or more, and that has to be one that
+    it does; beyond all graphs it runs as it is.
+
+    longest: see `OneLaunch`. captured: sizes of the server's graphs.
+    """
+    most = sum(entries <= each for each in longest)
+
+    def replayed(rows: int) -> int:
+        return min((size for size in captured if size >= rows), default=rows)
+
+    return max((rows for rows in range(1, most + 1) if replayed(rows) <= most), default=0)

@@ -3,7 +3,7 @@
 On a CPU plain torch runs instead: Triton's interpreter takes seconds for a context.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -172,9 +172,12 @@ class Scratch:
         one = [] if self.one_launch is None else [self.one_launch.counters]
         return [self.histogram, self.tickets, *one]
 
-    def rows_in_one(self, entries: int) -> int:
-        """Rows up to which one launch does a step whose requests have at most so many entries."""
-        return self.one_launch.rows_of(entries) if self.one_launch else 0
+    def rows_in_one(self, entries: int, captured: Sequence[int]) -> int:
+        """Rows up to which one launch does a step whose requests have at most so many entries.
+
+        captured: sizes of the server's CUDA graphs.
+        """
+        return self.one_launch.rows_of(entries, captured) if self.one_launch else 0
 
     @property
     def that_chooses(self) -> "Scratch":

@@ -42,7 +42,7 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
     states, invariant = model.is_hybrid, envs.VLLM_BATCH_INVARIANT
     chooses = layout.retrieving.share_that_chooses(sizes.policy_layers)
     alone = retrieve.floor(alone_from(*machine, keeps_state=states, choosing=chooses))
-    few = _rows_in_one_launch(backends, layout, share * sizes.kv_heads, sizes)
+    few = _rows_in_one_launch(context, backends, layout, share * sizes.kv_heads, sizes)
     taken = step_costs(*machine, states, invariant, chooses, few_rows=few)
     begins = Begins.of(alone, retrieve.floor(0), retrieve.budget, taken, num_reqs)
     by = f"(dense_below={retrieve.dense_below}; ops: {backends}, {backends.reason})"
@@ -57,24 +57,22 @@ def reads(context: Context, served: KVPolicy, sizes: Sizes) -> Iterator[Finding]
 
 
 def _rows_in_one_launch(
-    backends: "Backends", layout: RetrievalLayout, heads: int, sizes: Sizes
+    context: Context, backends: "Backends", layout: RetrievalLayout, heads: int, sizes: Sizes
 ) -> int:
     """Rows up to which a worker's layers take one launch, as its ``Scratch`` says."""
     import torch
 
     from vllm_kvx.indexes.table import INDEXES
-    from vllm_kvx.ops.retrieval.one_launch import (
-        MAX_ROWS,
-        graph_rows,
-        is_on,
-        longest_of,
-        was_faster,
-    )
+    from vllm_kvx.ops.retrieval.one_launch import is_on, longest_of, rows_in_graphs, was_faster
 
+    config = context.vllm_config
+    capped = getattr(config.model_config.hf_text_config, "attn_logit_softcapping", None)
     can = backends.score == "cuda" and layout.reduction == "max" and layout.retrieving.reuse == 1
     can = can and INDEXES[layout.index].in_one_launch and not sizes.scale_bytes
-    can = can and torch.cuda.is_available()
-    if not can or not is_on() or not was_faster(heads, sizes.kv_heads, sizes.head_dim):
+    can = can and was_faster(heads, sizes.kv_heads, sizes.head_dim) and not capped
+    if not can or not torch.cuda.is_available() or not is_on():
         return 0
-    machine = heads, sizes.kv_heads, sizes.head_dim, MAX_ROWS, torch.device("cuda")
-    return graph_rows(longest_of(*machine)[2], sizes.longest)
+    drafts, most = config.num_speculative_tokens, config.scheduler_config.max_num_seqs
+    machine = heads, sizes.kv_heads, sizes.head_dim, most * (1 + drafts), torch.device("cuda")
+    captured = config.compilation_config.cudagraph_capture_sizes or ()
+    return rows_in_graphs(longest_of(*machine)[2], sizes.longest, captured)

@@ -118,8 +118,9 @@ class Retrieval:
         first, states = layers[0].index, model.is_hybrid
         share, invariant = rule.share_that_chooses(num_layers), envs.VLLM_BATCH_INVARIANT
         self.crossover = alone_from(*machine, keeps_state=states, choosing=share)
-        few, told = self.scratch.rows_in_one(model.max_model_len), (states, invariant, share)
-        self.costs = step_costs(*machine, *told, few_rows=few)
+        captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
+        few = self.scratch.rows_in_one(model.max_model_len, captured)
+        self.costs = step_costs(*machine, states, invariant, share, few_rows=few)
         # Where only policies of `kv_layout` retrieve, the one that needs the longest contexts.
         self.policy = settings.policy.retrieve or layout.largest
         # By place.
