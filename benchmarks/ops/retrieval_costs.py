@@ -8,8 +8,8 @@ one is far ahead, an error decides nothing.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from statistics import median
 from typing import Any
 
@@ -74,14 +74,44 @@ def steps(names: Sequence[str]) -> list[dict[str, Any]]:
     return [json.loads((RESULTS / "ops" / f"{name}.json").read_text()) for name in names]
 
 
+@dataclass(frozen=True)
+class Timed:
+    """A way of a case of ``retrieval_step``: microseconds of it and of stock attention there.
+
+    shape: empty where the report is of one. launches: in how many a server does the layer.
+    """
+
+    shape: str
+    batch: int
+    length: int
+    budget: int
+    way: str
+    us: float
+    stock: float
+    launches: int
+
+
+def timed(report: dict[str, Any]) -> Iterator[Timed]:
+    """All of a report, of one shape or several, of one budget or several."""
+    for label, case in report["cases"].items():
+        shape, _, name = label.rpartition(" ")
+        batch, length = map(int, name.split("x"))
+        for words, found in case.items():
+            if words == "stock" or not isinstance(found, dict):
+                continue
+            way, _, budget = words.partition(" at ")
+            asked = int(budget or report["budget"])
+            us = found["us"], case["stock"]["us"]
+            yield Timed(shape, batch, length, asked, way, *us, case["launches"])
+
+
 def in_one_launch(reports: Sequence[dict[str, Any]]) -> Costs:
     """Those of few rows of one shape, from reports of ``retrieval_step`` with the rest between."""
     cases = [
-        (batch * length, batch * report["budget"], case["as served"]["us"], case["stock"]["us"])
+        (case.batch * case.length, case.batch * case.budget, case.us, case.stock)
         for report in reports
-        for name, case in report["cases"].items()
-        for batch, length in [map(int, name.split("x"))]
-        if case["launches"] == 1 and length >= ONE_LAUNCH_LEAST
+        for case in timed(report)
+        if case.way == "as served" and case.launches == 1 and case.length >= ONE_LAUNCH_LEAST
     ]
     entries, budgets, ours, stock = np.array(cases, dtype=float).T
     whole, whole_entry = _fit([entries / KI], stock)

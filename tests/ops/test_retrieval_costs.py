@@ -47,6 +47,25 @@ def test_the_table_is_what_was_measured() -> None:
     assert in_one == ONE_LAUNCH
 
 
+def test_reports_of_several_shapes_and_budgets() -> None:
+    ways = {"as served at 512": 3, "as served at 2048": 4, "three launches at 512": 5, "stock": 9}
+    case = {"layers": 4, "launches": 1, "rest_us": 1.5}
+    case |= {name: {"us": us} for name, us in ways.items()}
+    cases = {"llama-3.1-8b 2x4096": case, "qwen2.5-7b 1x64": case | {"launches": 3}}
+    found = list(fit.timed({"budget": [512, 2048], "cases": cases}))
+    assert found[1] == fit.Timed("llama-3.1-8b", 2, 4096, 2048, "as served", 4, 9, 1)
+    assert [(each.budget, each.way, each.us) for each in found[3:]] == [
+        (512, "as served", 3),
+        (2048, "as served", 4),
+        (512, "three launches", 5),
+    ]
+    assert {(each.shape, each.batch, each.launches) for each in found[3:]} == {("qwen2.5-7b", 1, 3)}
+    (one,) = fit.timed(
+        {"budget": 64, "cases": {"1x64": {"launches": 3, "stock": {"us": 1}, "w": {"us": 2}}}}
+    )
+    assert one == fit.Timed("", 1, 64, 64, "w", 2, 1, 3)
+
+
 @pytest.mark.parametrize("shape", fit.STEPS)
 def test_one_launch_takes_what_the_fit_says(shape: tuple[int, int]) -> None:
     found = ONE_LAUNCH[shape]

@@ -9,10 +9,11 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from prometheus_client import REGISTRY
 from support.vllm_routes import TAKE_XARGS
+from vllm.exceptions import VLLMValidationError
 
 from vllm_kvx.config.settings import KVSettings
 from vllm_kvx.server.answered import HEADER, RENDERING
-from vllm_kvx.server.body_check import STATUS
+from vllm_kvx.server.body_check import STATUS, check_request_body
 
 MODEL = "rendering"
 ANSWERED_BY = {path: path.removesuffix("/render") for path in RENDERING}
@@ -71,3 +72,13 @@ def test_one_that_it_runs(post: Any, path: str) -> None:
         response = post(path, json={**body, "vllm_xargs": {"kv_policy": name}})
         assert (response.status_code, response.text) == (without.status_code, without.text)
         assert HEADER not in response.headers
+
+
+def test_one_that_reads_no_policy() -> None:
+    """Cohere's route, which vLLM has where Cohere's package is installed."""
+    body = {"vllm_xargs": {"kv_policy": "full"}}
+    for path in ("/cohere/v2/chat", "/cohere/v2/chat/render"):
+        scope = {"path": path, "headers": [], "query_string": b""}
+        request: Any = SimpleNamespace(app=SimpleNamespace(state=None), scope=scope)
+        with pytest.raises(VLLMValidationError, match="takes no other, so leave it out"):
+            check_request_body(request, dict(body), b"{}")

@@ -335,7 +335,8 @@ def retrieving_lens(
         saved += np.where((alone | near).all(axis=1), costs.whole, 0)
         saved -= np.where(alone.any(axis=1), 0, costs.fixed)
         entries = (stored_lens * (alone | near)).sum(axis=1)
-        near &= ((saved > 0) & (entries >= costs.least))[:, None]
+        # Where others retrieve by themselves, what was not measured is paid for anyway.
+        near &= ((saved > 0) & (alone.any(axis=1) | (entries >= costs.least)))[:, None]
     return np.where(alone | near, stored_lens, 0)
 
 
