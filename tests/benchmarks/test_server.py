@@ -1,10 +1,16 @@
 """A server in the background, by a stand-in for ``vllm serve``."""
 
 import os
+import signal
+import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
+import pytest
+
+from benchmarks.common import server
 from benchmarks.common.server import serving
 
 # Before it listens, as vLLM's server does, it asks for its port as any other program might.
@@ -40,3 +46,123 @@ def test_the_port_is_kept_until_the_server_listens(tmp_path: Path) -> None:
     ):
         assert answer.status == 200
     assert "nobody else gets it" in log.read_text()
+
+
+# vLLM's server heeds no signal while it waits for its engine, and ends when the engine does.
+STARTS = """
+import signal, subprocess, sys
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, lambda *_: None)
+subprocess.Popen([sys.executable, sys.argv[1]], stdin=subprocess.PIPE).wait()
+print("the server ends by itself", flush=True)
+"""
+# Once it is up, it ends its engine when nothing is left to answer.
+SERVES = """
+import signal, subprocess, sys, threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+address = "127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
+httpd = HTTPServer(address, Handler)
+signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=httpd.shutdown).start())
+engine = subprocess.Popen([sys.executable, sys.argv[1]], stdin=subprocess.PIPE, text=True)
+httpd.serve_forever()
+engine.communicate("the last answer")
+print("the server ends by itself", flush=True)
+"""
+ENGINE = """
+import signal, sys
+
+
+def end(number, frame):
+    print(f"the engine gets {signal.Signals(number).name}", flush=True)
+    sys.exit()
+
+
+signal.signal(signal.SIGINT, end)
+signal.signal(signal.SIGTERM, end)
+print("the engine is there", flush=True)
+print(f"the engine ends after {sys.stdin.read()}", flush=True)
+"""
+
+
+def wait_for_engine(log: Path) -> None:
+    while "the engine is there" not in log.read_text():
+        time.sleep(0.01)
+
+
+def said_after_ctrl_c(script: str, log: Path) -> list[str]:
+    """What `script` logs as a server; Ctrl-C comes once it is up, if `ctrl_c_at_start` does not."""
+    (log.parent / "serve.py").write_text(script)
+    (log.parent / "engine.py").write_text(ENGINE)
+    vllm = [sys.executable, *(str(log.parent / name) for name in ("serve.py", "engine.py"))]
+    with pytest.raises(KeyboardInterrupt), serving([], log, os.environ, vllm=vllm):
+        wait_for_engine(log)
+        raise KeyboardInterrupt
+    return [line for line in log.read_text().splitlines() if line.startswith("the ")]
+
+
+@pytest.fixture
+def ctrl_c_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(process: object, url: str, log: Path, timeout_s: float) -> None:
+        wait_for_engine(log)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "_wait", wait)
+
+
+@pytest.mark.usefixtures("ctrl_c_at_start")
+def test_ctrl_c_at_the_start_reaches_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "START_STOP_S", 300.0)
+    assert said_after_ctrl_c(STARTS, tmp_path / "log") == [
+        "the engine is there",
+        "the engine gets SIGINT",
+        "the server ends by itself",
+    ]
+
+
+def test_ctrl_c_lets_a_server_that_is_up_end_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "STOP_S", 300.0)
+    assert said_after_ctrl_c(SERVES, tmp_path / "log") == [
+        "the engine is there",
+        "the engine ends after the last answer",
+        "the server ends by itself",
+    ]
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_second_ctrl_c_leaves_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    at_start: bool,
+) -> None:
+    wait, killpg, signals = subprocess.Popen.wait, os.killpg, list[int]()
+
+    def interrupted(process: "subprocess.Popen[bytes]", timeout: float | None = None) -> int:
+        if timeout is not None:
+            raise KeyboardInterrupt
+        return wait(process)
+
+    def recorded(group: int, number: int) -> None:
+        signals.append(number)
+        killpg(group, number)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    monkeypatch.setattr(os, "killpg", recorded)
+    if at_start:
+        request.getfixturevalue("ctrl_c_at_start")
+    said_after_ctrl_c(STARTS if at_start else SERVES, tmp_path / "log")
+    assert signals[-1:] == [signal.SIGKILL]
