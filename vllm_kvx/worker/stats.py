@@ -168,8 +168,9 @@ class PolicyStats:
         """
         retrieval = step.retrieval
         assert retrieval is not None
-        decodes = step.ends > requests.prompt_lens[step.requests]
-        decodes[retrieval.chunks] = False  # Tokens that run again, after preemption.
+        decodes = retrieval.generated > 0
+        if retrieval.chunks:
+            decodes[retrieval.chunks] = False  # Tokens that run again, after preemption.
         rows, budgets = requests.policy_rows[step.requests], retrieval.budgets * unit
         all_choose = np.zeros_like(retrieval.lens, dtype=bool)
         if now is not None:

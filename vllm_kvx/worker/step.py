@@ -83,9 +83,12 @@ def needs_python(
         return True
     if retrieval is None:
         return False
-    stored = requests.stored_lens(indices, begins.astype(np.int64) + counts)
     prompt_lens = requests.prompt_lens[indices]
-    return retrieval.needs_python(indices, begins, counts, prompt_lens, stored)
+
+    def stored_lens() -> IntArray:
+        return requests.stored_lens(indices, begins.astype(np.int64) + counts)
+
+    return retrieval.needs_python(indices, begins, counts, prompt_lens, stored_lens)
 
 
 def plan_step(

@@ -39,10 +39,13 @@ def pays(attention: Any) -> bool:
     Raises:
         ValueError: see `is_on`.
     """
-    measured = was_faster(attention.num_heads, attention.num_kv_heads, attention.head_size)
+    if not is_on() or not was_faster(
+        attention.num_heads, attention.num_kv_heads, attention.head_size
+    ):
+        return False
     # It reads entries of the queries' dtype alone, and knows no soft cap.
     other = attention.kv_cache_dtype.endswith("per_token_head")
-    return is_on() and measured and not other and not getattr(attention, "logits_soft_cap", None)
+    return not other and not getattr(attention, "logits_soft_cap", None)
 
 
 def is_on() -> bool:

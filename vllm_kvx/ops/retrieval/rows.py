@@ -84,12 +84,12 @@ def pack(
 
 
 def offsets_of(lens: np.ndarray, unit: int) -> np.ndarray:
-    """(R,) int64 beginnings of rows' scores. Vector loads want multiples of four."""
+    """(..., R) int64 beginnings of rows' scores. Vector loads want multiples of four."""
     room = room_of(lens, unit)
-    return np.cumsum(room) - room
+    return np.cumsum(room, axis=-1) - room
 
 
 def room_of(lens: np.ndarray, unit: int) -> np.ndarray:
-    """(R,) int64 scores that each row takes."""
+    """(..., R) int64 scores that each row takes."""
     units = -(-lens.astype(np.int64) // unit)
     return -(-units // 4) * 4

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvx.ops.retrieval.rows import NUM_FIELDS, RetrievalRows, pack
+from vllm_kvx.ops.retrieval.rows import NUM_FIELDS, RetrievalRows, offsets_of
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.worker.decode.step import RetrievalStep
 
@@ -35,10 +35,10 @@ class GraphRows:
     ) -> None:
         self.max_rows, self._unit, self._device = most_rows(config), layout.unit, device
         # Each column begins at a multiple of 16 bytes, for which kernels are compiled.
-        room = -(-self.max_rows // 4) * 4
-        size = (num_stages, NUM_FIELDS, room)
-        self._fields = torch.zeros(*size, dtype=torch.int32, device=device)
-        self._offsets = torch.zeros(num_stages, room, dtype=torch.int64, device=device)
+        self._room = -(-self.max_rows // 4) * 4
+        # All in one place, for one copy a step.
+        size = num_stages, (NUM_FIELDS + 2) * self._room
+        self._held = torch.zeros(*size, dtype=torch.int32, device=device)
         # Views of both, by the number of rows.
         self._batches: dict[int, list[list[RetrievalRows]]] = {}
         # Only rows of one request that follow one another may read what their step fills.
@@ -52,7 +52,7 @@ class GraphRows:
     @property
     def buffers(self) -> list[Tensor]:
         """Device memory that graphs read."""
-        return [self._fields, self._offsets, self._groups]
+        return [self._held, self._groups]
 
     def set(
         self, step: RetrievalStep | None, num_rows: int, num_reqs: int, late: Tensor | None = None
@@ -61,39 +61,45 @@ class GraphRows:
 
         step: None while it is captured: its rows do nothing. late: see ``Retrieval.graph_pass``.
         """
-        num_stages = len(self._fields)
-        fields = np.zeros((num_stages, NUM_FIELDS, num_rows), dtype=np.int32)
-        offsets = np.zeros((num_stages, num_rows), dtype=np.int64)
+        num_stages = len(self._held)
+        held = np.zeros(self._held.shape, dtype=np.int32)
         groups = self.full_groups(num_reqs)
-        filled = np.full((0 if groups is None else len(groups), 3), -1, dtype=np.int32)
         if step is not None:
             requests, lens = step.each_row
-            index, budgets = np.arange(len(requests)), step.budgets[requests]
-            for stage, sees in enumerate(lens):
-                fields[stage, :, : len(index)], offsets[stage, : len(index)] = pack(
-                    index, requests, sees, budgets, self._unit
-                )
-            if step.filled is not None:
-                assert len(step.filled) <= len(filled), "a CUDA graph writes fewer groups"
-                filled[: len(step.filled)] = step.filled
-        self._fields[:, :, :num_rows].copy_(async_tensor_h2d(fields, device=self._device))
-        self._offsets[:, :num_rows].copy_(async_tensor_h2d(offsets, device=self._device))
+            size = len(requests)
+            budgets = step.budgets[requests]
+            fields = held[:, : NUM_FIELDS * self._room].reshape(num_stages, NUM_FIELDS, self._room)
+            # As ``RetrievalRows`` has them.
+            fields[:, 0, :size], fields[:, 1, :size] = np.arange(size), requests
+            fields[:, 2, :size], fields[:, 3, :size] = lens, budgets
+            offsets = held[:, NUM_FIELDS * self._room :].view(np.int64)
+            offsets[:, :size] = offsets_of(lens, self._unit)
+        self._held.copy_(async_tensor_h2d(held, device=self._device))
         if step is not None and late is not None:
             floors = np.zeros((num_stages, num_rows), dtype=np.int32)
-            floors[:, : len(index)] = step.floors_of(requests, lens)
+            floors[:, :size] = step.floors_of(requests, lens)
             known = async_tensor_h2d(floors, device=self._device)
             for (rows,), least in zip(self.batches(num_rows), known, strict=True):
                 rows.take_back(late, least)
         if groups is not None:
+            filled = np.full((len(groups), 3), -1, dtype=np.int32)
+            if step is not None and step.filled is not None:
+                assert len(step.filled) <= len(filled), "a CUDA graph writes fewer groups"
+                filled[: len(step.filled)] = step.filled
             groups.copy_(async_tensor_h2d(filled, device=self._device))
 
     def batches(self, num_rows: int) -> Sequence[Sequence[RetrievalRows]]:
         """By stage, the rows of a graph that has so many, in one batch."""
         batches = self._batches.get(num_rows)
         if batches is None:
+            end = NUM_FIELDS * self._room
             batches = self._batches[num_rows] = [
-                [RetrievalRows.of_fields(f, o).first(num_rows)]
-                for f, o in zip(self._fields, self._offsets, strict=True)
+                [
+                    RetrievalRows.of_fields(
+                        held[:end].view(NUM_FIELDS, self._room), held[end:].view(torch.int64)
+                    ).first(num_rows)
+                ]
+                for held in self._held
             ]
         return batches
 

@@ -1,6 +1,6 @@
 """Retrieval of a server: it owns the ops' scratch and the rows that a step's layers read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -27,7 +27,7 @@ from vllm_kvx.worker.decode.device_rows import on_device
 from vllm_kvx.worker.decode.graph_rows import GraphRows
 from vllm_kvx.worker.decode.mixed_step import AttentionGroups, BesideStock
 from vllm_kvx.worker.decode.recall import RecallSampler
-from vllm_kvx.worker.decode.room import capacity_of, entry_bytes, fits, score_bytes
+from vllm_kvx.worker.decode.room import capacity_of, entry_bytes, fits, score_bytes, surely_fits
 from vllm_kvx.worker.decode.sidecars import Sidecars
 from vllm_kvx.worker.decode.step import (
     HookedLayer,
@@ -164,10 +164,12 @@ class Retrieval:
         begins: IntArray,
         counts: IntArray,
         prompt_lens: IntArray,
-        stored_lens: IntArray,
+        stored_lens: Callable[[], IntArray],
     ) -> bool:
         """Whether a decode step cannot replay a graph: scores do not fit, recall is measured, or a
         request that resumes may read what this very step computes. See `plan`.
+
+        stored_lens: those of `plan`, which most steps do not ask for.
         """
         may = self.rules.budgets[requests] > 0
         if not may.any():
@@ -179,12 +181,16 @@ class Retrieval:
                 return False  # vLLM replays graphs of requests with as many tokens each alone.
             none = np.zeros_like(may)
             unknown = still_unknown(self.unknown[requests], begins, prompt_lens)
-            step = self._step(requests, unknown, begins, counts, prompt_lens, stored_lens, none)
+            step = self._step(requests, unknown, begins, counts, prompt_lens, stored_lens(), none)
             return bool(step.some.any()) and not self._replays(step.each_row[1])
         ends, replays = begins + counts, len(self.graph_modes) > 1
-        if self._surely_fits(ends) and not self.sampler.is_due and replays:
+        if (
+            surely_fits(ends, self.layout.unit, self.scratch.capacity)
+            and not self.sampler.is_due
+            and replays
+        ):
             return False
-        lens = self.lens_of(requests, ends, prompt_lens, stored_lens)
+        lens = self.lens_of(requests, ends, prompt_lens, stored_lens())
         return bool(lens.any()) and not self._replays(lens)
 
     def _step(self, requests: np.ndarray, *of_step: Any) -> RetrievalStep:
@@ -208,11 +214,6 @@ class Retrieval:
         rules = self.rules.of(requests)
         generates = (ends > prompt_lens) & (rules.budgets > 0)
         return retrieving_lens(rules, self.costs.of(len(requests)), generates, stored_lens)
-
-    def _surely_fits(self, lens: IntArray) -> bool:
-        """Whether scores have room whatever is retrieved of these (R,): true of most batches."""
-        # A row takes a few units more than its entries.
-        return int(lens.sum()) // self.layout.unit + 5 * len(lens) <= self.scratch.capacity
 
     def fits(self, lens: IntArray) -> bool:
         """Whether scores of (S, R) rows have room at once, stage by stage."""

@@ -68,4 +68,14 @@ def entry_bytes(layers: Sequence[HookedLayer]) -> int:
 
 def fits(lens: IntArray, unit: int, capacity: int) -> bool:
     """Whether the scores of (S, R) entries have room at once, stage by stage."""
+    if surely_fits(lens, unit, capacity):
+        return True
     return bool((room_of(lens, unit).sum(axis=1) <= capacity).all())
+
+
+def surely_fits(lens: IntArray, unit: int, capacity: int) -> bool:
+    """Whether all scores of entries have room, which is true of most batches: it takes less time.
+
+    lens: of any shape. A row takes a few units more than its entries.
+    """
+    return int(lens.sum()) // unit + 5 * lens.size <= capacity

@@ -128,6 +128,8 @@ class RetrievalPass:
     def each_chooses(self) -> np.ndarray:
         """(S,) bool, the stages with more rows than have their choices kept, so that no layer can
         go by another's."""
+        if all(len(batches) <= 1 for batches in self.batches):
+            return np.zeros(len(self.batches), dtype=bool)
         return np.array([not self.are_kept(batches) for batches in self.batches])
 
     def are_kept(self, batches: Sequence[RetrievalRows]) -> bool:
@@ -208,13 +210,15 @@ class RetrievalStep:
         generates = (ends > prompt_lens) & (rules.budgets > 0)
         # A request that resumes may read a prefix that another request computes in this step.
         several = generates & ((counts > 1) | is_fresh)
-        of_rows = costs.of(int(counts.sum()))
-        lens = retrieving_lens(rules, of_rows, generates & ~several, stored_lens)
-        # Which it is of those whose floors lie among what is unknown, the device knows.
-        sure = (stored_lens - unknown >= rules.floors) | (stored_lens < rules.floors)
-        whole = ((lens > 0) & sure).astype(np.int64)
-        some: np.ndarray = np.any(lens, axis=1)
         chunks = np.flatnonzero(several).tolist()
+        by_itself, of_rows = generates & ~several if chunks else generates, int(counts.sum())
+        lens = retrieving_lens(rules, costs.of(of_rows), by_itself, stored_lens)
+        whole = (lens > 0).astype(np.int64)
+        if unknown.any():
+            # Which it is of those whose floors lie among what is unknown, the device knows.
+            sure = (stored_lens - unknown >= rules.floors) | (stored_lens < rules.floors)
+            whole *= sure
+        some: np.ndarray = np.any(lens, axis=1)
         if chunks:
             # Past their prompts each row sees one entry more than the one before.
             some |= np.any(several & (stored_lens >= rules.floors), axis=1)
@@ -230,7 +234,7 @@ class RetrievalStep:
         """The units that each request reads, (R,); 0 if it never retrieves."""
         return self.rules.budgets
 
-    @property
+    @cached_property
     def modes(self) -> Modes:
         """What each stage has to run."""
         return tuple(
@@ -245,9 +249,9 @@ class RetrievalStep:
         Returns (N,) requests, by batch index, and (S, N) entries that each row sees, 0 where it
         does not retrieve.
         """
+        if (self.counts == 1).all():
+            return np.arange(len(self.counts)), self.lens
         requests, after = rows_of(self.counts)
-        if not after.any():
-            return requests, self.lens
         lens = np.where(after == 0, self.lens[:, requests], 0)
         if self.chunks:
             several = np.zeros(len(self.counts), dtype=bool)
