@@ -12,10 +12,13 @@ from support.vllm_routes import TAKE_XARGS
 from vllm.exceptions import VLLMValidationError
 
 from vllm_kvx.config.settings import KVSettings
-from vllm_kvx.server.answered import HEADER, RENDERING
+from vllm_kvx.server.answered import HEADER
 from vllm_kvx.server.body_check import STATUS, check_request_body
 
 MODEL = "rendering"
+RENDERING = tuple(
+    f"/v1/{route}/render" for route in ("chat/completions", "completions", "responses", "messages")
+)
 ANSWERED_BY = {path: path.removesuffix("/render") for path in RENDERING}
 
 

@@ -25,7 +25,7 @@ from vllm_kvx.compat.wrapping import wrap_once
 from vllm_kvx.config.spelling import POLICY_KEY
 from vllm_kvx.policy.parameters import PolicyError
 from vllm_kvx.server.body_check import STATUS
-from vllm_kvx.server.misplaced import WITH_SAMPLING_PARAMS, WITHOUT_POLICY, XARGS
+from vllm_kvx.server.misplaced import WITH_SAMPLING_PARAMS, WITHOUT_POLICY, XARGS, answering
 from vllm_kvx.server.refusal_reasons import count_for
 from vllm_kvx.server.request_check import check_policy
 
@@ -34,10 +34,6 @@ HEADER = "x-kv-policy"
 ANSWERING = (
     *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses"),
     *("/v1/messages", "/invocations", *WITH_SAMPLING_PARAMS, *WITHOUT_POLICY),
-)
-# Routes that answer with the request to the engine that they make of the body.
-RENDERING = tuple(
-    f"/v1/{route}/render" for route in ("chat/completions", "completions", "responses", "messages")
 )
 # Under this key a request's scope has a list, which gets the policy's name.
 _SAID = "kvx_policy"
@@ -90,16 +86,17 @@ def note_policy(request: Request, body: Any) -> None:
     """
     status = getattr(request.app.state, STATUS, None)
     path = request.scope["path"]
-    if status is None or not path.endswith((*ANSWERING, *RENDERING)):
+    answers = answering(path)
+    if status is None or not answers.endswith(ANSWERING):
         return
-    name = _asked(body, path)
+    name = _asked(body, answers)
     policy = status.settings.policy
     if name is not None:
         try:
             policy = check_policy(status.settings, name, count_for(status.model_name))
         except PolicyError as error:
             raise VLLMValidationError(str(error), parameter=POLICY_KEY) from None
-    if path.endswith(RENDERING):
+    if answers != path:
         return
     _policy.set(str(policy))
     request.scope.get(_SAID, []).append(str(policy))

@@ -34,8 +34,7 @@ def check_request_body(request: Request, body: Any, raw: bytes) -> None:
     """
     status = getattr(request.app.state, STATUS, None)
     try:
-        # A route that renders a body reads the keys of the one that answers it.
-        path = request.scope["path"].removesuffix("/render")
+        path = misplaced.answering(request.scope["path"])
         for key, where in misplaced.beside_body(request.scope):
             raise misplaced.refusal(key, where, _advice(path))
         if twice := misplaced.given_twice(raw):

@@ -32,6 +32,11 @@ _LEADING = (POLICY_KEY, XARGS, "sampling_params", "extra_args")
 _HEADERS = (b"x-kv-policy", b"x-kv_policy", b"kv-policy", b"kv_policy")
 
 
+def answering(path: str) -> str:
+    """The route that answers a body, or would, where `path` renders the request of it."""
+    return path.removesuffix("/render")
+
+
 def in_body(body: dict[str, Any], path: str) -> Iterator[tuple[str, str]]:
     """Keys that name a policy, or nearly so, where `path` reads none, and where they are."""
     if key := policy_key(body):

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda as cuda_ops
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
+from vllm_kvx.ops.retrieval.scorer import Scorer
 
 logger = init_logger("vllm.kvx.retrieval")
 
@@ -66,6 +67,11 @@ def was_faster(heads: int, kv_heads: int, head_dim: int) -> bool:
     return kv_heads in KV_HEADS and heads // kv_heads <= SHARE and head_dim in HEAD_DIMS
 
 
+def does(score: str, reduction: str, scorer: Scorer[Any]) -> bool:
+    """Whether it can score so. score: the backend that does, one of ``backends.BACKENDS``."""
+    return score == "cuda" and reduction == "max" and scorer.in_one_launch
+
+
 @dataclass(frozen=True)
 class OneLaunch:
     """What one launch needs beside the scratch of the three, and where it may be taken.
@@ -105,10 +111,6 @@ class OneLaunch:
         )
         size = (rows * kv_heads, cuda_ops.FUSED_STATE)
         return cls(torch.zeros(size, dtype=torch.int32, device=device), count, splits, longest)
-
-    def rows_of(self, entries: int, captured: Sequence[int]) -> int:
-        """See `rows_in_graphs`."""
-        return rows_in_graphs(self.longest, entries, captured)
 
     @property
     def counters(self) -> Tensor:

@@ -15,7 +15,7 @@ from vllm_kvx.ops.retrieval import cuda as cuda_ops
 from vllm_kvx.ops.retrieval.attend import ATTEND_PROGRAMS, MAX_SPLITS, attend
 from vllm_kvx.ops.retrieval.backends import Backends, choose_backend
 from vllm_kvx.ops.retrieval.in_torch import retrieve_in_torch
-from vllm_kvx.ops.retrieval.one_launch import OneLaunch
+from vllm_kvx.ops.retrieval.one_launch import OneLaunch, does, rows_in_graphs
 from vllm_kvx.ops.retrieval.rows import RetrievalRows
 from vllm_kvx.ops.retrieval.score import SCORE_PROGRAMS
 from vllm_kvx.ops.retrieval.scorer import Scorer
@@ -132,7 +132,7 @@ class Scratch:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         one = None
-        if one_launch and reduction == "max" and backends.score == "cuda" and scorer.in_one_launch:
+        if one_launch and does(backends.score, reduction, scorer):
             one = OneLaunch.of(num_heads, kv_heads, head_dim, max_rows, device)
         parts = num_heads * attend_parts(attend, max_rows, kv_heads)
         stats = num_heads * max(score // kv_heads, max_rows) * 2
@@ -177,7 +177,8 @@ class Scratch:
 
         captured: sizes of the server's CUDA graphs.
         """
-        return self.one_launch.rows_of(entries, captured) if self.one_launch else 0
+        longest = () if self.one_launch is None else self.one_launch.longest
+        return rows_in_graphs(longest, entries, captured)
 
     @property
     def that_chooses(self) -> "Scratch":

@@ -79,8 +79,23 @@ def pack(
     tokens: np.ndarray, requests: np.ndarray, lens: np.ndarray, budgets: np.ndarray, unit: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(4, R) int32 fields and (R,) int64 offsets, from (R,) columns; `unit` tokens per unit."""
-    fields = np.stack([tokens, requests, lens, budgets]).astype(np.int32)
-    return fields, offsets_of(lens, unit)
+    fields = np.empty((NUM_FIELDS, len(lens)), dtype=np.int32)
+    offsets = np.empty(len(lens), dtype=np.int64)
+    fill(fields, offsets, (tokens, requests, lens, budgets), unit)
+    return fields, offsets
+
+
+def fill(
+    fields: np.ndarray, offsets: np.ndarray, columns: tuple[np.ndarray, ...], unit: int
+) -> None:
+    """Writes R rows to the first of (..., 4, N) fields and (..., N) offsets.
+
+    columns: tokens, requests, lens and budgets, (..., R) each or (R,) where all have the same.
+    """
+    size = columns[0].shape[-1]
+    for field, column in enumerate(columns):
+        fields[..., field, :size] = column
+    offsets[..., :size] = offsets_of(columns[2], unit)
 
 
 def offsets_of(lens: np.ndarray, unit: int) -> np.ndarray:

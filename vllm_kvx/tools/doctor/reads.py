@@ -63,12 +63,18 @@ def _rows_in_one_launch(
     import torch
 
     from vllm_kvx.indexes.table import INDEXES
-    from vllm_kvx.ops.retrieval.one_launch import is_on, longest_of, rows_in_graphs, was_faster
+    from vllm_kvx.ops.retrieval.one_launch import (
+        does,
+        is_on,
+        longest_of,
+        rows_in_graphs,
+        was_faster,
+    )
 
     config = context.vllm_config
     capped = getattr(config.model_config.hf_text_config, "attn_logit_softcapping", None)
-    can = backends.score == "cuda" and layout.reduction == "max" and layout.retrieving.reuse == 1
-    can = can and INDEXES[layout.index].in_one_launch and not sizes.scale_bytes
+    can = does(backends.score, layout.reduction, INDEXES[layout.index])
+    can = can and layout.retrieving.reuse == 1 and not sizes.scale_bytes
     can = can and was_faster(heads, sizes.kv_heads, sizes.head_dim) and not capped
     if not can or not torch.cuda.is_available() or not is_on():
         return 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_kvx.ops.retrieval.rows import NUM_FIELDS, RetrievalRows, offsets_of
+from vllm_kvx.ops.retrieval.rows import NUM_FIELDS, RetrievalRows, fill
 from vllm_kvx.policy.layout import RetrievalLayout
 from vllm_kvx.worker.decode.step import RetrievalStep
 
@@ -66,14 +66,10 @@ class GraphRows:
         groups = self.full_groups(num_reqs)
         if step is not None:
             requests, lens = step.each_row
-            size = len(requests)
-            budgets = step.budgets[requests]
-            fields = held[:, : NUM_FIELDS * self._room].reshape(num_stages, NUM_FIELDS, self._room)
-            # As ``RetrievalRows`` has them.
-            fields[:, 0, :size], fields[:, 1, :size] = np.arange(size), requests
-            fields[:, 2, :size], fields[:, 3, :size] = lens, budgets
-            offsets = held[:, NUM_FIELDS * self._room :].view(np.int64)
-            offsets[:, :size] = offsets_of(lens, self._unit)
+            size, end = len(requests), NUM_FIELDS * self._room
+            fields = held[:, :end].reshape(num_stages, NUM_FIELDS, self._room)
+            columns = np.arange(size), requests, lens, step.budgets[requests]
+            fill(fields, held[:, end:].view(np.int64), columns, self._unit)
         self._held.copy_(async_tensor_h2d(held, device=self._device))
         if step is not None and late is not None:
             floors = np.zeros((num_stages, num_rows), dtype=np.int32)

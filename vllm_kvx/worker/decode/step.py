@@ -211,8 +211,8 @@ class RetrievalStep:
         # A request that resumes may read a prefix that another request computes in this step.
         several = generates & ((counts > 1) | is_fresh)
         chunks = np.flatnonzero(several).tolist()
-        by_itself, of_rows = generates & ~several if chunks else generates, int(counts.sum())
-        lens = retrieving_lens(rules, costs.of(of_rows), by_itself, stored_lens)
+        of_step = costs.of(int(counts.sum()))
+        lens = retrieving_lens(rules, of_step, generates & ~several, stored_lens)
         whole = (lens > 0).astype(np.int64)
         if unknown.any():
             # Which it is of those whose floors lie among what is unknown, the device knows.
