@@ -27,6 +27,8 @@ LEAST_FULL = 0.2
 _LAYER = re.compile(r"(?:tsp_layer|pivot|min_layer|max_layer|layer)=(\d+)")
 # How long a prompt has to be before retrieval pays says nothing about answers.
 _CROSSOVER = re.compile(r"dense_below=\w+")
+# What `vllm-kvx evaluate` asks of a policy that retrieves, whether its name has it or not.
+_ALWAYS = re.compile(r"[:,]dense_below=0(?=$|\+)|,dense_below=0(?=,)|(?<=:)dense_below=0,")
 # CriticalKV's scores in SnapKV: one method under two names.
 _CRITICAL = "score=critical"
 
@@ -273,12 +275,12 @@ def _evaluated(file: File, report: Report) -> list[Kept]:
         return []  # What a quantized KV cache loses by itself does not show there.
     full = next((cell["score"][0] for cell in cells if cell["policy"] == yardstick), None)
     return [
-        Kept(file, model, cell["policy"], tuple(cell["of_full"]), full, cell["n"], weights, layers)
+        Kept(file, model, policy, tuple(cell["of_full"]), full, cell["n"], weights, layers)
         for cell in cells
         if full is not None
         and cell["of_full"]
-        and cell["policy"] not in ("full", yardstick)
-        and not cell["policy"].endswith(" (original)")
+        and (policy := _ALWAYS.sub("", cell["policy"])) not in ("full", yardstick)
+        and not policy.endswith(" (original)")
     ]
 
 

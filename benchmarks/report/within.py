@@ -28,7 +28,8 @@ Requests/s is the highest rate tried, of a Poisson process, at which as many req
 says are within its limits of TTFT and of mean TPOT. "Not at" is the lowest rate tried at which they
 are not, and beside it what share of the requests missed each limit there: that is what limits the
 server. TTFT and TPOT are those at the rate that is held, in brackets at the lowest one tried where
-none is. A run is a sample of some dozens of requests, the same for all servers at the same rate.
+none is. A run is a sample of some dozens of requests, the same for all servers at the same rate:
+where a load has two tables, the one with longer runs says more.
 [How it is measured](../../benchmarks/README.md#what-a-server-holds-within-limits).
 
 Answers are those of real checkpoints under the same setting: the same parameters and, where a
@@ -49,10 +50,12 @@ def page(files: Sequence[File]) -> list[str]:
     """The lines of the page; none while there is no file."""
     measured, kept = of_kind(files), kept_of(files)
     lines = _ABOUT.strip().splitlines()
-    # Loads with the shortest prompts first, and of each all files.
+    # Loads with the shortest prompts first, and of each all files, the longest runs first.
     for load in sorted({each for file in measured for each in _loads(file)}, key=_lengths):
-        for file in (file for file in measured if load in _loads(file)):
-            lines += ["", f"## {_title(file, load)}", "", _limits(file, load), ""]
+        of_load = [file for file in measured if load in _loads(file)]
+        for file in sorted(of_load, key=lambda file: -_arrivals(file, load)):
+            runs = f", prompts for {_arrivals(file, load):.0f} s" if len(of_load) > 1 else ""
+            lines += ["", f"## {_title(file, load)}{runs}", "", _limits(file, load), ""]
             rows = _rows(file, load, kept)
             lines += [*table([*_HEAD, *_HEAD_NOT], rows), *notes([file], rows)]
     return lines if measured else []
@@ -74,12 +77,17 @@ def _title(file: File, load: Load) -> str:
     return f"{lengths} on one {file.gpu}: {file.model}{weights}, {file.date}"
 
 
+def _arrivals(file: File, load: Load) -> float:
+    """Seconds for which prompts come in."""
+    return Limits(**file.content["settings"][WITHIN]).arrivals(load.output)
+
+
 def _limits(file: File, load: Load) -> str:
     limits = Limits(**file.content["settings"][WITHIN])
     return (
         f"{100 * limits.share:g}% of the requests: TTFT of {limits.ttft / 1e3:g} s and mean TPOT "
         f"of {limits.tpot:g} ms at most. {load.input:,} tokens in, {load.output:,} out; prompts "
-        f"come in for {limits.arrivals(load.output):.0f} s."
+        f"come in for {_arrivals(file, load):.0f} s."
     )
 
 

@@ -12,7 +12,7 @@ from support.result_files import about, compared, evaluated, loaded, searched, t
 from benchmarks.common.files import kind_of
 from benchmarks.report import page as report
 from benchmarks.report import readme, tables
-from benchmarks.report.files import File, read, same_method
+from benchmarks.report.files import File, kept_of, read, same_method
 from vllm_kvx.tools.tasks.table import GROUPS
 
 NO_TABLE = f"# A project\n\n{readme.BEGIN}\n{readme.END}\n\nMore.\n"
@@ -195,9 +195,32 @@ def test_what_one_gpu_serves_within_limits(write: Any, tmp_path: Path) -> None:
     assert "| not measured | not measured |" in row(short, "| `stock@fp8` |")
     assert "| less than 0.1 |" in long and "| stopped: not done after 90 s |" in long
     assert "| not measured |" in row(long, "| `speed-24` |")
-    (tmp_path / "results" / "rates.json").unlink()
+    # Of two files of a load the one with the longer runs goes first, and headings say how long.
+    longer = searched({"stock": {"0.95": 1.0}})
+    longer["settings"]["within"]["seconds"] = 600.0
+    write(rates=file, longer=longer)
+    heads = [line for line in page.read_text().splitlines() if line.startswith("## ")]
+    assert [head.rpartition(", ")[2] for head in heads if "8K/1K" in head] == [
+        "prompts for 600 s",
+        "prompts for 65 s",
+    ]
+    assert "prompts for" not in next(head for head in heads if "32K/4K" in head)
+    for name in ("rates", "longer"):
+        (tmp_path / "results" / f"{name}.json").unlink()
     write()
     assert not page.exists()
+
+
+def test_answers_are_of_retrieval_at_every_length() -> None:
+    names = {
+        "fier-64:dense_below=0": "fier-64",
+        "fier-64:dense_below=0,dense_layers=0": "fier-64:dense_layers=0",
+        "fier-64:group=64,dense_below=0,dense_layers=0": "fier-64:group=64,dense_layers=0",
+        "fier-64:dense_below=0+speed-4": "fier-64+speed-4",
+        "fier-64:dense_below=1024": "fier-64:dense_below=1024",
+    }
+    file = File(1, "a.json", "evaluate", evaluated(dict.fromkeys(names, 0.5)))
+    assert [each.policy for each in kept_of([file])] == list(names.values())
 
 
 def test_a_model_asked_more_in_all_goes_first(write: Any, tmp_path: Path) -> None:
