@@ -8,15 +8,17 @@ one is far ahead, an error decides nothing.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common.files import RESULTS
+from benchmarks.ops.layer_shapes import SHAPES
 from vllm_kvx.ops.retrieval.costs import KI, ONE_LAUNCH_LEAST, Costs
+from vllm_kvx.ops.retrieval.one_launch import MAX_ROWS, was_faster
 
 # The Triton ops were written anew since the first of these.
 LAYERS = {
@@ -29,16 +31,24 @@ OPS = {
     "triton": RESULTS / "ops" / "h200-retrieval-variants.json",
 }
 OPS_SHAPE = (8, 512)
-# Layers in a step, with the rest between, where one launch does them. The first case, of 8,192
-# entries, was timed on a cold GPU.
+# Layers in a step, with the rest between, by the shape of a report that names none.
 STEPS = {
-    (4, 512): ("h200-retrieval-wide-places-of-2",),
-    (8, 512): ("h200-retrieval-wide-places", "h200-retrieval-step-warm"),
+    "h200-retrieval-wide-places": "llama-3.1-8b",
+    "h200-retrieval-wide-places-of-2": "llama-3.1-8b-of-2",
+    "h200-retrieval-step-warm": "llama-3.1-8b",
+    "h200-one-launch-shapes": "",
+    "h200-costs-in-a-step": "",
 }
+# Their first case was timed on a cold GPU.
+COLD = ("h200-retrieval-wide-places", "h200-retrieval-wide-places-of-2")
 ENGINE = RESULTS / "engine" / "h200-fier.json"
 NEAR = 2
 # What h200-fier.json measured both ways: Llama-3.1-8B with CUDA ops, 30 of its layers retrieve.
 ENGINE_SHAPE, ENGINE_LENGTH, ENGINE_BUDGET, ENGINE_LAYERS = (8, 512), 12_288, 2_048, 30
+# The same where one launch does each layer: layers that retrieve, by policy.
+FEW_ENGINE = RESULTS / "engine" / "h200-few-rows.json"
+FEW_LAYERS = {"fier-2048": 30, "fier-2048:dense_layers=0": 32}
+FEW_LENGTHS = (12_288, 16_384, 24_576, 32_768)
 Case = dict[str, Any]
 Table = dict[str, dict[tuple[int, int], Costs]]
 
@@ -93,6 +103,9 @@ class Timed:
 
 def timed(report: dict[str, Any]) -> Iterator[Timed]:
     """All of a report, of one shape or several, of one budget or several."""
+    budgets = report["budget"]
+    # Ways name their budget where there are several.
+    alone = budgets[0] if isinstance(budgets, list) else budgets
     for label, case in report["cases"].items():
         shape, _, name = label.rpartition(" ")
         batch, length = map(int, name.split("x"))
@@ -100,22 +113,63 @@ def timed(report: dict[str, Any]) -> Iterator[Timed]:
             if words == "stock" or not isinstance(found, dict):
                 continue
             way, _, budget = words.partition(" at ")
-            asked = int(budget or report["budget"])
+            asked = int(budget or alone)
             us = found["us"], case["stock"]["us"]
             yield Timed(shape, batch, length, asked, way, *us, case["launches"])
 
 
-def in_one_launch(reports: Sequence[dict[str, Any]]) -> Costs:
-    """Those of few rows of one shape, from reports of ``retrieval_step`` with the rest between."""
-    cases = [
-        (case.batch * case.length, case.batch * case.budget, case.us, case.stock)
-        for report in reports
-        for case in timed(report)
-        if case.way == "as served" and case.launches == 1 and case.length >= ONE_LAUNCH_LEAST
-    ]
-    entries, budgets, ours, stock = np.array(cases, dtype=float).T
+def in_one_launch() -> Iterator[Timed]:
+    """Layers of few rows that one launch did, as servers take it."""
+    for name, shape in STEPS.items():
+        (report,) = steps([name])
+        cold = next(iter(report["cases"])) if name in COLD else ""
+        for case in timed(report):
+            found = case if case.shape else replace(case, shape=shape)
+            heads = SHAPES[found.shape].heads
+            one = case.way == "one launch" or (case.way == "as served" and case.launches == 1)
+            taken = one and was_faster(heads.heads, heads.kv_heads, heads.head_dim)
+            within = case.batch <= MAX_ROWS and case.length >= ONE_LAUNCH_LEAST
+            if taken and within and f"{case.batch}x{case.length}" != cold:
+                yield found
+
+
+def of_one_launch(cases: Iterable[Timed]) -> dict[tuple[int, int], Costs]:
+    """By (KV heads, bytes of a key and a value of one head), whatever heads share a KV head."""
+    by_shape: dict[tuple[int, int], list[Timed]] = {}
+    for case in cases:
+        by_shape.setdefault(shape_of(case), []).append(case)
+    return {shape: _few(found) for shape, found in sorted(by_shape.items())}
+
+
+def shape_of(case: Timed) -> tuple[int, int]:
+    """(KV heads, bytes of a key and a value of one head), with 16 bits."""
+    heads = SHAPES[case.shape].heads
+    return heads.kv_heads, 4 * heads.head_dim
+
+
+def _few(cases: Sequence[Timed]) -> Costs:
+    of_cases = [(c.batch * c.length, c.batch * c.budget, c.us, c.stock) for c in cases]
+    entries, budgets, ours, stock = np.array(of_cases, dtype=float).T
     whole, whole_entry = _fit([entries / KI], stock)
-    return Costs(whole, whole_entry, *_three(entries, budgets, ours), ONE_LAUNCH_LEAST)
+    fixed, scored, read = _three(entries, budgets, ours)
+    if read < 0:  # Nothing that can be told from what differs between two runs.
+        (fixed, scored), read = _fit([entries / KI], ours), 0.0
+    return Costs(whole, whole_entry, fixed, scored, read, ONE_LAUNCH_LEAST)
+
+
+def few_in_engine(engines: dict[str, Any], costs: Costs) -> float:
+    """`in_engine` where one launch does each layer, the median over lengths and policies.
+
+    engines: those of h200-few-rows.json. costs: of ENGINE_SHAPE, without this.
+    """
+    found, stock = list[float](), engines["stock"]["cases"]
+    for name, layers in FEW_LAYERS.items():
+        for length in FEW_LENGTHS:
+            ours = engines[name]["cases"][f"tpot:{length}"]["median"]
+            saved = (stock[f"tpot:{length}"]["median"] - ours) * 1e3 / layers
+            gain = costs.gain(np.array([length]), np.array([ENGINE_BUDGET]))[0]
+            found.append(float(gain) + costs.whole - costs.fixed - saved)
+    return round(median(found), 2)
 
 
 def table(reports: Mapping[str, dict[str, Any]]) -> Table:
@@ -163,8 +217,11 @@ def main() -> None:
         for backend, file in OPS.items()
     }
     print(f"ATTENDS = {of_ops}")
-    for shape, names in STEPS.items():
-        print(f"one launch: {shape}: Costs{astuple(in_one_launch(steps(names)))},")
+    few = of_one_launch(in_one_launch())
+    for shape, costs in few.items():
+        print(f"one launch: {shape}: Costs{astuple(costs)},")
+    engines_of_few = json.loads(FEW_ENGINE.read_text())["engines"]
+    print(f"ONE_LAUNCH_IN_ENGINE_US = {few_in_engine(engines_of_few, few[ENGINE_SHAPE])}")
     print(f"IN_ENGINE_US = {in_engine(engines, found['cuda'][ENGINE_SHAPE])}")
 
 

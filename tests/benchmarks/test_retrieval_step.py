@@ -25,7 +25,7 @@ def test_cases() -> None:
             Case.of(wrong)
 
 
-LLAMA, QWEN = SHAPES["llama-3.1-8b"].heads, SHAPES["qwen2.5-7b"].heads
+LLAMA, GEMMA = SHAPES["llama-3.1-8b"].heads, SHAPES["gemma3-12b"].heads
 
 
 def test_both_ways() -> None:
@@ -40,7 +40,7 @@ def test_both_ways() -> None:
         assert launches_of(one, step) == launches
         for heads, served, other in (
             (LLAMA, True, "three launches"),
-            (QWEN, False, "one launch"),
+            (GEMMA, False, "one launch"),
         ):
             variants = variants_of(one, 2, heads, launches == 1)
             assert (variants["as served"].one_launch is not None) == served

@@ -13,7 +13,14 @@ from support.nightly import by_day
 from support.parity import assert_identical, assert_parity
 from support.prompts import prompts_of
 
-from vllm_kvx.ops.retrieval.costs import COSTS, IN_ENGINE_US, KI, ONE_LAUNCH, Costs
+from vllm_kvx.ops.retrieval.costs import (
+    COSTS,
+    IN_ENGINE_US,
+    KI,
+    ONE_LAUNCH,
+    ONE_LAUNCH_IN_ENGINE_US,
+    Costs,
+)
 from vllm_kvx.ops.retrieval.crossover import CROSSOVERS
 from vllm_kvx.ops.retrieval.retrieve import Scratch
 from vllm_kvx.policy.spec import parse_policy
@@ -133,7 +140,10 @@ def test_few_rows_pay_by_themselves(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where one launch does them: 100 entries of a request alone pay, and no batch does."""
-    few, never = (Costs(0, KI, fixed, 0, 0) for fixed in (100, 1 << 20))
+    few, never = (
+        Costs(0, KI, fixed - besides, 0, 0)
+        for fixed, besides in ((100, ONE_LAUNCH_IN_ENGINE_US), (1 << 20, IN_ENGINE_US))
+    )
     monkeypatch.setitem(COSTS, "torch", {(1, 1): never})
     monkeypatch.setitem(CROSSOVERS, "torch", {(1, 1): 400})
     monkeypatch.setitem(ONE_LAUNCH, (2, 256), few)

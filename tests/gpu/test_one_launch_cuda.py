@@ -144,7 +144,9 @@ def check(case: Case, budget: int, sinks: Tensor | None = None) -> None:
     [
         dict(share=4),
         dict(share=1, dtype=FP16, block_size=96, nhd=True),
+        dict(share=5),
         dict(share=6, block_size=544, nhd=True),
+        dict(share=7),
         dict(share=8, group=64, block_size=64, dtype=FP16),
     ],
     ids=str,

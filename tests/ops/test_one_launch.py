@@ -96,9 +96,11 @@ def test_servers_with_a_soft_cap_take_three() -> None:
 
 
 def test_servers_take_it_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pays(layer()) and pays(layer(16, 4))
-    others = [layer(40, 8), layer(28, 4), layer(head_dim=64), layer(head_dim=256), layer(8, 2)]
-    assert not any(map(pays, others)) and not pays(layer(64, 16))
+    # Llama 3.1 8B and 70B on four, Qwen 2.5 7B and 14B, Qwen 3 32B, gpt-oss.
+    shapes = [(32, 8), (16, 2), (28, 4), (40, 8), (64, 8)]
+    assert all(pays(layer(*shape)) for shape in shapes) and pays(layer(64, 8, head_dim=64))
+    others = [layer(head_dim=256), layer(64, 16), layer(8, 1), layer(96, 8), layer(head_dim=96)]
+    assert not any(map(pays, others))
     assert not pays(layer(dtype="int8_per_token_head"))
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")
     assert not pays(layer())

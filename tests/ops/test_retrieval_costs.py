@@ -15,7 +15,7 @@ from vllm_kvx.ops.retrieval.costs import (
     IN_ENGINE_US,
     KI,
     ONE_LAUNCH,
-    ONE_LAUNCH_LEAST,
+    ONE_LAUNCH_IN_ENGINE_US,
     Begins,
     Costs,
     StepCosts,
@@ -43,8 +43,9 @@ def test_the_table_is_what_was_measured() -> None:
     for backend, path in fit.OPS.items():
         report = json.loads(path.read_text())
         assert fit.attends(report, backend, found[backend][fit.OPS_SHAPE]) == ATTENDS[backend]
-    in_one = {shape: fit.in_one_launch(fit.steps(names)) for shape, names in fit.STEPS.items()}
-    assert in_one == ONE_LAUNCH
+    assert fit.of_one_launch(fit.in_one_launch()) == ONE_LAUNCH
+    few = json.loads(fit.FEW_ENGINE.read_text())["engines"]
+    assert fit.few_in_engine(few, ONE_LAUNCH[fit.ENGINE_SHAPE]) == ONE_LAUNCH_IN_ENGINE_US
 
 
 def test_reports_of_several_shapes_and_budgets() -> None:
@@ -66,32 +67,35 @@ def test_reports_of_several_shapes_and_budgets() -> None:
     assert one == fit.Timed("", 1, 64, 64, "w", 2, 1, 3)
 
 
-@pytest.mark.parametrize("shape", fit.STEPS)
-def test_one_launch_takes_what_the_fit_says(shape: tuple[int, int]) -> None:
-    found = ONE_LAUNCH[shape]
-    for report in fit.steps(fit.STEPS[shape]):
-        for name, case in report["cases"].items():
-            batch, length = map(int, name.split("x"))
-            if case["launches"] > 1 or length < ONE_LAUNCH_LEAST:
-                continue
-            entries, read = batch * length / KI, batch * report["budget"] / KI
-            whole = found.whole + found.whole_entry * entries
-            ours = found.fixed + found.scored * entries + found.read * read
-            assert whole == pytest.approx(case["stock"]["us"], rel=0.03), name
-            assert ours == pytest.approx(case["as served"]["us"], rel=0.03), name
+def test_one_launch_takes_what_the_fit_says() -> None:
+    """Whatever query heads share a KV head; nine in ten times within 6%, and no choice is bad."""
+    cases, errors = list(fit.in_one_launch()), list[float]()
+    assert len({case.shape for case in cases}) == 11 and len(cases) > 110
+    for case in cases:
+        found = ONE_LAUNCH[fit.shape_of(case)]
+        entries, read = case.batch * case.length / KI, case.batch * case.budget / KI
+        whole = found.whole + found.whole_entry * entries
+        ours = found.fixed + found.scored * entries + found.read * read
+        errors += [abs(whole / case.stock - 1), abs(ours / case.us - 1)]
+        chosen = case.us if ours < whole else case.stock
+        assert chosen <= 1.05 * min(case.us, case.stock), case
+    assert np.quantile(errors, 0.9) < 0.06 and max(errors) < 0.2
 
 
 def test_one_launch_saves_what_an_engine_saved() -> None:
-    """Without what an engine adds to three: Llama-3.1-8B's shape, 30 layers of which retrieve."""
-    path = fit.RESULTS / "engine" / "h200-decode-shorter-code.json"
-    engines = json.loads(path.read_text())["engines"]
-    stock, ours = (engines[name]["cases"] for name in ("stock", "fier-2048"))
+    """Llama-3.1-8B's shape, 30 layers of which retrieve. One machine lost what an engine adds."""
     found = ONE_LAUNCH[8, 512]
-    for length in (32_768, 130_000):
-        gain = found.gain(np.array([length]), np.array([2048]))[0] + found.whole - found.fixed
-        case = f"tpot:{length}"
-        measured = (stock[case]["median"] - ours[case]["median"]) * 1e3 / 30
-        assert gain == pytest.approx(measured, rel=0.12), length
+    for name, besides in (
+        ("h200-decode-shorter-code", 0.0),
+        ("h200-few-rows", ONE_LAUNCH_IN_ENGINE_US),
+    ):
+        engines = json.loads((fit.RESULTS / "engine" / f"{name}.json").read_text())["engines"]
+        stock, ours = (engines[each]["cases"] for each in ("stock", "fier-2048"))
+        for length in (32_768, 130_000):
+            gain = found.gain(np.array([length]), np.array([2048]))[0] + found.whole - found.fixed
+            case = f"tpot:{length}"
+            measured = (stock[case]["median"] - ours[case]["median"]) * 1e3 / 30
+            assert gain - besides == pytest.approx(measured, rel=0.12), (name, length)
 
 
 @pytest.mark.parametrize(("backend", "most"), [("cuda", 1.125), ("triton", 1.2)])
@@ -280,31 +284,43 @@ def test_from_where_on_and_in_words() -> None:
     assert Begins.of(65, 65, 64, always, 9) == Begins(65, 65, 9)
 
 
+def few_in_engine(kv_heads: int, head_bytes: int) -> Costs:
+    found = ONE_LAUNCH[kv_heads, head_bytes]
+    return replace(found, fixed=found.fixed + ONE_LAUNCH_IN_ENGINE_US)
+
+
 def test_few_rows_take_one_launch() -> None:
     """Which costs less than three, so one request retrieves from a shorter context on."""
     machine = ("cuda", "max", 8, 512, False, False, 1.0)
     found = step_costs(*machine, few_rows=4)
-    many, few = costs("cuda", "max", 8, 512), ONE_LAUNCH[8, 512]
+    many, few = costs("cuda", "max", 8, 512), few_in_engine(8, 512)
     assert [found.of(rows) for rows in (1, 4, 5, 64)] == [few, few, many, many]
     begins = Begins.of(16384, 2049, 2048, found, 64)
-    assert (begins.alone, begins.one, begins.shortest) == (16384, 12288, begins.batch)
-    said = f"from 12288 in a step of its own, from {begins.batch} in steps of 64 such requests"
+    assert (begins.alone, begins.one, begins.shortest) == (16384, 10317, begins.batch)
+    said = f"from 10317 in a step of its own, from {begins.batch} in steps of 64 such requests"
     assert str(begins) == f"from 16384 tokens on, {said}"
     one = Begins.of(16384, 2049, 2048, found, 1)
     assert (
-        str(one) == "from 16384 tokens on, from 12288 in a step of its own" and one.batch == 12288
+        str(one) == "from 16384 tokens on, from 10317 in a step of its own" and one.batch == 10317
     )
     # What a policy names itself holds.
     assert str(Begins.of(9000, 9000, 2048, found, 64)) == "from 9000 tokens on"
-    # Two requests have half as many each; more rows never need longer contexts.
+    # Not below what was measured of all requests; more rows never need longer contexts.
+    assert [few.pays_from(512, rows) for rows in (1, 2)] == [8192, 4096]
     pays = [few.pays_from(2048, rows) for rows in (1, 2, 3, 4)]
-    assert pays[:2] == [12288, 6144] and pays == sorted(pays, reverse=True)
+    assert pays == sorted(pays, reverse=True)
     assert all(n <= many.pays_from(2048, rows) for rows, n in enumerate(pays, 1))
     # Shapes that it was not measured with are taken for those with fewer heads of as many bytes.
-    for shape, expected in (((4, 512), (4, 512)), ((7, 512), (4, 512)), ((16, 512), (8, 512))):
+    for shape, expected in (
+        ((4, 512), (4, 512)),
+        ((7, 512), (4, 512)),
+        ((3, 512), (2, 512)),
+        ((4, 256), (2, 256)),
+        ((16, 512), (8, 512)),
+    ):
         found = step_costs("cuda", "max", *shape, False, False, 1.0, few_rows=2)
-        assert found.of(2) == ONE_LAUNCH[expected]
-    for heads, size in ((2, 512), (8, 256), (8, 1024)):
+        assert found.of(2) == few_in_engine(*expected)
+    for heads, size in ((1, 512), (8, 1024)):
         assert step_costs("cuda", "max", heads, size, False, False, 1.0, few_rows=4).few is None
     # Nor where none is taken, where layers keep a state, or where a batch may decide nothing.
     for more, rows in (((False, False), 0), ((True, False), 4), ((False, True), 4)):

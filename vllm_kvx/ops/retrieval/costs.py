@@ -149,16 +149,22 @@ COSTS: dict[str, dict[tuple[int, int], Costs]] = {
     },
     "torch": {},
 }
-# The same of few rows, where one launch does a layer (``one_launch``), by the shapes that it takes:
-# fitted by the same command to layers as a step has them, with the rest between
-# (h200-retrieval-wide-places.json and h200-retrieval-step-warm.json, for 4 KV heads
-# h200-retrieval-wide-places-of-2.json), which is what they take in an engine. All have budgets of
-# 2,048 tokens.
-ONE_LAUNCH_LEAST = 12_288
+# The same of few rows, where one launch does a layer (``one_launch``), by the shapes that it takes,
+# however many query heads share a KV head: fitted by the same command to layers as a step has them,
+# with the rest between (h200-one-launch-shapes.json, h200-costs-in-a-step.json and three files of
+# Llama 3.1 8B's shape).
+ONE_LAUNCH_LEAST = 8_192
 ONE_LAUNCH = {
-    (4, 512): Costs(13.246, 0.493, 14.355, 0.053, 0.909, ONE_LAUNCH_LEAST),
-    (8, 512): Costs(13.031, 0.956, 14.072, 0.111, 1.705, ONE_LAUNCH_LEAST),
+    (2, 256): Costs(11.875, 0.137, 15.141, 0.001, 0.148, ONE_LAUNCH_LEAST),
+    (2, 512): Costs(13.858, 0.278, 17.185, 0.04, 0.0, ONE_LAUNCH_LEAST),
+    (4, 512): Costs(13.391, 0.488, 14.449, 0.056, 0.978, ONE_LAUNCH_LEAST),
+    (8, 256): Costs(10.498, 0.511, 12.856, 0.102, 0.961, ONE_LAUNCH_LEAST),
+    (8, 512): Costs(12.785, 0.964, 13.787, 0.112, 1.946, ONE_LAUNCH_LEAST),
 }
+# And so much longer in an engine, as `IN_ENGINE_US`: from TPOT at 12,288 to 32,768 tokens, by
+# policies of which 30 and 32 layers retrieve (h200-few-rows.json). On another H200 an engine lost
+# nothing (h200-decode-shorter-code.json), and why is not known.
+ONE_LAUNCH_IN_ENGINE_US = 3.69
 # On a CPU retrieval gains nothing, and every length may try it.
 _ALWAYS = Costs(whole=0, whole_entry=1, fixed=0, scored=0, read=0)
 _NEVER = Costs(whole=0, whole_entry=0, fixed=0, scored=0, read=0)
@@ -234,7 +240,8 @@ def step_costs(
     shapes = [each for each in ONE_LAUNCH if each[0] <= kv_heads and each[1] == head_bytes]
     if not few_rows or not shapes or keeps_state or invariant:
         return StepCosts(many)
-    return StepCosts(many, ONE_LAUNCH[max(shapes)], few_rows)
+    few = ONE_LAUNCH[max(shapes)]
+    return StepCosts(many, replace(few, fixed=few.fixed + ONE_LAUNCH_IN_ENGINE_US), few_rows)
 
 
 def alone_from(

@@ -18,13 +18,15 @@ logger = init_logger("vllm.kvx.retrieval")
 
 # Where it has been measured, and was faster than three launches: on an H200, up to so many rows,
 # and so many pairs of a row and a KV head, as each gets its part of the multiprocessors
-# (benchmarks/results/ops/h200-retrieval-step-one-launch.json, with 8 KV heads; with 4
-# h200-retrieval-step-one-launch-of-2.json). For more rows its first version
-# took two to four times as long as three (h200-retrieval-one-launch.json).
+# (benchmarks/results/ops/h200-one-launch-shapes.json). For more rows its first version took two to
+# four times as long as three (h200-retrieval-one-launch.json).
 CAPABILITY = (9, 0)
 MAX_ROWS, MAX_PAIRS = 4, 32
-# Of a rank: KV heads, query heads to each, and channels, with which these were.
-KV_HEADS, SHARE, HEAD_DIMS = range(4, 9), 4, (128,)
+# Of a rank: KV heads, query heads to each, and channels, with which these were. With 2 KV heads of
+# 128 channels, 8 query heads to each, one row of up to some 50,000 entries is slower by up to a
+# third, and what has more rows or entries faster by as much (h200-costs-in-a-step.json). With 256
+# channels it gains 2 us of 25 to 60, and with four rows loses one.
+KV_HEADS, SHARE, HEAD_DIMS = range(2, 9), 8, (64, 128)
 # "0" keeps three launches everywhere.
 VARIABLE = "KVX_RETRIEVAL_ONE_LAUNCH"
 _MPS_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"

@@ -70,7 +70,7 @@ class GraphRows:
             fields = held[:, :end].reshape(num_stages, NUM_FIELDS, self._room)
             columns = np.arange(size), requests, lens, step.budgets[requests]
             fill(fields, held[:, end:].view(np.int64), columns, self._unit)
-        self._held.copy_(async_tensor_h2d(held, device=self._device))
+        async_tensor_h2d(held, out=self._held)
         if step is not None and late is not None:
             floors = np.zeros((num_stages, num_rows), dtype=np.int32)
             floors[:, :size] = step.floors_of(requests, lens)
@@ -82,7 +82,7 @@ class GraphRows:
             if step is not None and step.filled is not None:
                 assert len(step.filled) <= len(filled), "a CUDA graph writes fewer groups"
                 filled[: len(step.filled)] = step.filled
-            groups.copy_(async_tensor_h2d(filled, device=self._device))
+            async_tensor_h2d(filled, out=groups)
 
     def batches(self, num_rows: int) -> Sequence[Sequence[RetrievalRows]]:
         """By stage, the rows of a graph that has so many, in one batch."""
