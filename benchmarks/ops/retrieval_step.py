@@ -45,8 +45,8 @@ from benchmarks.ops.retrieval_layer import (
     with_attend_ctas,
 )
 from benchmarks.ops.saliency import bytes_per_us
-from vllm_kvx.ops.retrieval import retrieve
-from vllm_kvx.ops.retrieval.one_launch import was_faster
+from vllm_kvx.ops.retrieval import one_launch, retrieve
+from vllm_kvx.ops.retrieval.one_launch import MAX_PAIRS, was_faster
 
 CASES = ("1x32768", "16x32768", "1x130000", "6x130000", "6of8x130000")
 # The graph goes over its layers several times. What retrieval and the rest read of them all is
@@ -55,6 +55,8 @@ CACHE_BYTES, OTHERS_BYTES = 48 << 30, 200 << 20
 TIMES, CALLS = 4, 64
 # The rest of a layer is timed until it takes as long twice, give or take this share, or so often.
 ALIKE, AT_MOST = 0.005, 12
+# Rows that a server's layers have in one launch at most, whatever `--most-rows` says.
+SERVED_ROWS = one_launch.MAX_ROWS
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def variants_of(
 
     takes: whether one launch can do the step.
     """
-    three, served = scratch.that_chooses, served_by(scratch, heads)
+    three, served = scratch.that_chooses, served_by(scratch, heads, rows)
     found = {"as served": served}
     if takes and served is scratch:
         found["three launches"] = three
@@ -103,10 +105,10 @@ def variants_of(
     return found
 
 
-def served_by(scratch: retrieve.Scratch, heads: Heads) -> retrieve.Scratch:
+def served_by(scratch: retrieve.Scratch, heads: Heads, rows: int) -> retrieve.Scratch:
     """What a server has: one launch where it was measured to be faster, see ``one_launch``."""
     faster = was_faster(heads.heads, heads.kv_heads, heads.head_dim)
-    return scratch if faster else scratch.that_chooses
+    return scratch if faster and rows <= SERVED_ROWS else scratch.that_chooses
 
 
 def launches_of(scratch: retrieve.Scratch, step: Decode) -> int:
@@ -166,7 +168,7 @@ def case(
             found.append(("stock", us, steps[0].bytes_of("stock") / bandwidth))
         scratch = steps[0].scratch("cuda")
         takes = launches_of(scratch, steps[0]) == 1
-        report["launches"] = launches_of(served_by(scratch, heads), steps[0])
+        report["launches"] = launches_of(served_by(scratch, heads, size.rows), steps[0])
         variants = variants_of(scratch, size.rows, heads, takes)
         ways = {name: partial(_reuse, each, 1) for name, each in variants.items()}
         chooses = scratch.that_chooses
@@ -224,8 +226,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], help="names of variants")
     rest = "with the rest of a layer between"
     parser.add_argument("--with-rest", action="store_true", help=rest)
+    most = f"of `one launch`, of {MAX_PAIRS} pairs of a row and a KV head at most; as served:"
+    most = f"{most} {SERVED_ROWS}"
+    parser.add_argument("--most-rows", type=int, default=SERVED_ROWS, help=most)
     parser.add_argument("--commit", help="what is measured, where the tree is no git checkout")
     args = parser.parse_args(argv)
+    if not SERVED_ROWS <= args.most_rows <= MAX_PAIRS:
+        parser.error(f"--most-rows {args.most_rows}: give {SERVED_ROWS} to {MAX_PAIRS}")
     others = [name for name in args.shape if not SHAPES[name].intermediate]
     if args.with_rest and others:
         parser.error(f"--with-rest: what the rest of a layer is of {others[0]} is not known here")
@@ -236,6 +243,7 @@ def main() -> None:
     args = parse_args()
     if not ON_GPU:
         raise SystemExit("error: times are those of a GPU, and there is none")
+    one_launch.MAX_ROWS = args.most_rows
     what = "A layer as a step has it, several in one CUDA graph: retrieval beside stock attention."
     report = head_of(what, "benchmarks.ops.retrieval_step", args.commit)
     bandwidth = bytes_per_us(torch.cuda.get_device_name())

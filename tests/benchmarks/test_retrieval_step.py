@@ -12,7 +12,14 @@ from benchmarks.ops import retrieval_step
 from benchmarks.ops.layer_shapes import SHAPES, LayerShape
 from benchmarks.ops.rest_of_layer import RestOfLayer
 from benchmarks.ops.retrieval_layer import Heads, Layer
-from benchmarks.ops.retrieval_step import Case, case, launches_of, parse_args, variants_of
+from benchmarks.ops.retrieval_step import (
+    SERVED_ROWS,
+    Case,
+    case,
+    launches_of,
+    parse_args,
+    variants_of,
+)
 from vllm_kvx.ops.retrieval import cuda
 from vllm_kvx.ops.retrieval.one_launch import OneLaunch
 
@@ -49,6 +56,14 @@ def test_both_ways() -> None:
             in_one = [name for name, each in variants.items() if each.one_launch]
             assert in_one == ["as served" if served else "one launch"][: served or launches == 1]
             assert (variants.get(other, one).one_launch is None) == (both == {"three launches"})
+
+    # More rows than a server's one launch takes, by `--most-rows`.
+    variants = variants_of(one, SERVED_ROWS + 1, LLAMA, True)
+    assert variants["as served"].one_launch is None and variants["one launch"] is one
+    assert parse_args(["--most-rows", "8"]).most_rows == 8
+    for wrong in ("3", "33"):
+        with pytest.raises(SystemExit):
+            parse_args(["--most-rows", wrong])
 
 
 def test_a_case_of_two_budgets(monkeypatch: pytest.MonkeyPatch) -> None:

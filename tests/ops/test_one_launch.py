@@ -101,7 +101,7 @@ def test_servers_take_it_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) 
     assert all(pays(layer(*shape)) for shape in shapes) and pays(layer(64, 8, head_dim=64))
     others = [layer(head_dim=256), layer(64, 16), layer(8, 1), layer(96, 8), layer(head_dim=96)]
     assert not any(map(pays, others))
-    assert not pays(layer(dtype="int8_per_token_head"))
+    assert not pays(layer(dtype="int8_per_token_head")) and not pays(layer(dtype="fp8_e4m3"))
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")
     assert not pays(layer())
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda as cuda_ops
@@ -47,7 +48,7 @@ def pays(attention: Any) -> bool:
     ):
         return False
     # It reads entries of the queries' dtype alone, and knows no soft cap.
-    other = attention.kv_cache_dtype.endswith("per_token_head")
+    other = is_quantized_kv_cache(attention.kv_cache_dtype)
     return not other and not getattr(attention, "logits_soft_cap", None)
 
 

@@ -74,7 +74,7 @@ def _rows_in_one_launch(
     config = context.vllm_config
     capped = getattr(config.model_config.hf_text_config, "attn_logit_softcapping", None)
     can = does(backends.score, layout.reduction, INDEXES[layout.index])
-    can = can and layout.retrieving.reuse == 1 and not sizes.scale_bytes
+    can = can and layout.retrieving.reuse == 1 and sizes.entry_bytes == sizes.state_bytes
     can = can and was_faster(heads, sizes.kv_heads, sizes.head_dim) and not capped
     if not can or not torch.cuda.is_available() or not is_on():
         return 0

@@ -111,7 +111,7 @@ class Retrieval:
             device=device,
             dtype=cast(torch.dtype, model.dtype),
             # Not where other layers read what one chose.
-            one_launch=rule.reuse == 1 and pays(impl),
+            one_launch=rule.reuse == 1 and all(pays(layer.layer.impl) for layer in above),
         )
         self.backends = self.scratch.backends
         machine = (self.backends.score, layout.reduction, impl.num_kv_heads, entry_bytes(layers))
