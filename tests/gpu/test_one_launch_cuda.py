@@ -144,6 +144,8 @@ def check(case: Case, budget: int, sinks: Tensor | None = None) -> None:
     [
         dict(share=4),
         dict(share=1, dtype=FP16, block_size=96, nhd=True),
+        dict(share=2),
+        dict(share=3),
         dict(share=5),
         dict(share=6, block_size=544, nhd=True),
         dict(share=7),
@@ -166,6 +168,10 @@ def test_shapes(head_dim: int, shape: dict[str, Any]) -> None:
         ([0], 8),
         ([1], 8),  # alone, most CTAs have nothing to do
         ([65], 8),
+        ([40_001, 0, 5000, 65], 3),
+        ([40_001, 0, 5000, 65], 5),
+        ([40_001, 0, 5000, 65], 6),
+        ([40_001, 0, 5000, 65], 7),
         ([300_000], 2),
         ([300_000, 5], 1),
         ([70_000], 32),
@@ -219,9 +225,10 @@ def test_longest() -> None:
         )
 
 
-def test_rows_of_one_request_and_sinks() -> None:
+@pytest.mark.parametrize(("head_dim", "share"), [(128, 4), (64, 8)])
+def test_rows_of_one_request_and_sinks(head_dim: int, share: int) -> None:
     """As drafts are verified: each row sees one entry more than the one before."""
-    case = make_case([20_000, 19_999, 19_998], kv_heads=2)
+    case = make_case([20_000, 19_999, 19_998], kv_heads=2, head_dim=head_dim, share=share)
     case.requests.copy_(case.requests[:1].expand(3).clone())
     for dtype in (BF16, torch.float32):
         sinks = make_sinks(case.q.shape[1], "cuda", dtype)

@@ -43,7 +43,7 @@ def test_the_table_is_what_was_measured() -> None:
     for backend, path in fit.OPS.items():
         report = json.loads(path.read_text())
         assert fit.attends(report, backend, found[backend][fit.OPS_SHAPE]) == ATTENDS[backend]
-    assert fit.of_one_launch(fit.in_one_launch()) == ONE_LAUNCH
+    assert fit.of_steps(fit.in_steps(1)) == ONE_LAUNCH
     few = json.loads(fit.FEW_ENGINE.read_text())["engines"]
     assert fit.few_in_engine(few, ONE_LAUNCH[fit.ENGINE_SHAPE]) == ONE_LAUNCH_IN_ENGINE_US
 
@@ -68,18 +68,22 @@ def test_reports_of_several_shapes_and_budgets() -> None:
 
 
 def test_one_launch_takes_what_the_fit_says() -> None:
-    """Whatever query heads share a KV head; nine in ten times within 6%, and no choice is bad."""
-    cases, errors = list(fit.in_one_launch()), list[float]()
-    assert len({case.shape for case in cases}) == 11 and len(cases) > 110
+    """Whatever query heads share a KV head: nine in ten times within 7%.
+
+    Where the costs choose the slower way, it takes at most a tenth longer.
+    """
+    cases, errors = list(fit.in_steps(1)), list[float]()
+    assert len({case.shape for case in cases}) == 11 and len(cases) > 130
     for case in cases:
-        found = ONE_LAUNCH[fit.shape_of(case)]
+        found = few_in_engine(*fit.shape_of(case))
         entries, read = case.batch * case.length / KI, case.batch * case.budget / KI
         whole = found.whole + found.whole_entry * entries
         ours = found.fixed + found.scored * entries + found.read * read
-        errors += [abs(whole / case.stock - 1), abs(ours / case.us - 1)]
-        chosen = case.us if ours < whole else case.stock
-        assert chosen <= 1.05 * min(case.us, case.stock), case
-    assert np.quantile(errors, 0.9) < 0.06 and max(errors) < 0.2
+        measured = case.us + ONE_LAUNCH_IN_ENGINE_US
+        errors += [abs(whole / case.stock - 1), abs(ours / measured - 1)]
+        chosen = measured if ours < whole else case.stock
+        assert chosen <= 1.1 * min(measured, case.stock), case
+    assert np.quantile(errors, 0.9) < 0.07 and max(errors) < 0.13
 
 
 def test_one_launch_saves_what_an_engine_saved() -> None:
@@ -296,17 +300,17 @@ def test_few_rows_take_one_launch() -> None:
     many, few = costs("cuda", "max", 8, 512), few_in_engine(8, 512)
     assert [found.of(rows) for rows in (1, 4, 5, 64)] == [few, few, many, many]
     begins = Begins.of(16384, 2049, 2048, found, 64)
-    assert (begins.alone, begins.one, begins.shortest) == (16384, 10317, begins.batch)
-    said = f"from 10317 in a step of its own, from {begins.batch} in steps of 64 such requests"
+    assert (begins.alone, begins.one, begins.shortest) == (16384, 12288, begins.batch)
+    said = f"from 12288 in a step of its own, from {begins.batch} in steps of 64 such requests"
     assert str(begins) == f"from 16384 tokens on, {said}"
     one = Begins.of(16384, 2049, 2048, found, 1)
     assert (
-        str(one) == "from 16384 tokens on, from 10317 in a step of its own" and one.batch == 10317
+        str(one) == "from 16384 tokens on, from 12288 in a step of its own" and one.batch == 12288
     )
     # What a policy names itself holds.
     assert str(Begins.of(9000, 9000, 2048, found, 64)) == "from 9000 tokens on"
-    # Not below what was measured of all requests; more rows never need longer contexts.
-    assert [few.pays_from(512, rows) for rows in (1, 2)] == [8192, 4096]
+    # Not with fewer entries in all than paid in an engine; more rows never need longer contexts.
+    assert [few.pays_from(512, rows) for rows in (1, 2, 3)] == [12288, 6144, 4096]
     pays = [few.pays_from(2048, rows) for rows in (1, 2, 3, 4)]
     assert pays == sorted(pays, reverse=True)
     assert all(n <= many.pays_from(2048, rows) for rows, n in enumerate(pays, 1))

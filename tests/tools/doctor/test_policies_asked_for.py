@@ -97,7 +97,7 @@ def test_from_where_on_a_server_retrieves(tmp_path: Path, monkeypatch: pytest.Mo
         return 132, 16, (40_000, 32_768, 32_768, 32_767)
 
     monkeypatch.setattr(one_launch, "longest_of", longest_of)
-    own = "from 16384 tokens on, from 10317 in a step of its own, from "
+    own = "from 16384 tokens on, from 12288 in a step of its own, from "
     (found,) = reads(context, policy, sizes)
     assert found.status == "ok" and own in found.says
     assert longest == [(32, 8, 128, config.scheduler_config.max_num_seqs, torch.device("cuda"))]

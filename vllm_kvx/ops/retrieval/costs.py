@@ -152,19 +152,20 @@ COSTS: dict[str, dict[tuple[int, int], Costs]] = {
 # The same of few rows, where one launch does a layer (``one_launch``), by the shapes that it takes,
 # however many query heads share a KV head: fitted by the same command to layers as a step has them,
 # with the rest between (h200-one-launch-shapes.json, h200-costs-in-a-step.json and three files of
-# Llama 3.1 8B's shape).
-ONE_LAUNCH_LEAST = 8_192
+# Llama 3.1 8B's shape). With fewer entries in all no engine was faster (h200-few-rows.json).
+ONE_LAUNCH_LEAST = 12_288
 ONE_LAUNCH = {
-    (2, 256): Costs(11.875, 0.137, 15.141, 0.001, 0.148, ONE_LAUNCH_LEAST),
-    (2, 512): Costs(13.858, 0.278, 17.185, 0.04, 0.0, ONE_LAUNCH_LEAST),
-    (4, 512): Costs(13.391, 0.488, 14.449, 0.056, 0.978, ONE_LAUNCH_LEAST),
-    (8, 256): Costs(10.498, 0.511, 12.856, 0.102, 0.961, ONE_LAUNCH_LEAST),
-    (8, 512): Costs(12.785, 0.964, 13.787, 0.112, 1.946, ONE_LAUNCH_LEAST),
+    (2, 256): Costs(11.187, 0.152, 14.803, 0.012, 0.068, ONE_LAUNCH_LEAST),
+    (2, 512): Costs(13.107, 0.289, 17.122, 0.041, 0.0, ONE_LAUNCH_LEAST),
+    (4, 512): Costs(12.701, 0.498, 14.222, 0.061, 0.891, ONE_LAUNCH_LEAST),
+    (8, 256): Costs(10.129, 0.517, 12.986, 0.1, 0.973, ONE_LAUNCH_LEAST),
+    (8, 512): Costs(12.629, 0.968, 13.853, 0.115, 1.825, ONE_LAUNCH_LEAST),
 }
 # And so much longer in an engine, as `IN_ENGINE_US`: from TPOT at 12,288 to 32,768 tokens, by
-# policies of which 30 and 32 layers retrieve (h200-few-rows.json). On another H200 an engine lost
-# nothing (h200-decode-shorter-code.json), and why is not known.
-ONE_LAUNCH_IN_ENGINE_US = 3.69
+# policies of which 30 and 32 layers retrieve, the former while servers started on the host
+# (h200-few-rows.json; 3.4 to 4.0 us). On another H200 an engine lost nothing
+# (h200-decode-shorter-code.json), and why is not known.
+ONE_LAUNCH_IN_ENGINE_US = 3.74
 # On a CPU retrieval gains nothing, and every length may try it.
 _ALWAYS = Costs(whole=0, whole_entry=1, fixed=0, scored=0, read=0)
 _NEVER = Costs(whole=0, whole_entry=0, fixed=0, scored=0, read=0)

@@ -23,10 +23,11 @@ logger = init_logger("vllm.kvx.retrieval")
 # four times as long as three (h200-retrieval-one-launch.json).
 CAPABILITY = (9, 0)
 MAX_ROWS, MAX_PAIRS = 4, 32
-# Of a rank: KV heads, query heads to each, and channels, with which these were. With 2 KV heads of
-# 128 channels, 8 query heads to each, one row of up to some 50,000 entries is slower by up to a
-# third, and what has more rows or entries faster by as much (h200-costs-in-a-step.json). With 256
-# channels it gains 2 us of 25 to 60, and with four rows loses one.
+# Of a rank: KV heads, query heads to each, and channels, with which these were, and what lies
+# between. With 2 KV heads of 128 channels, 8 query heads to each, one row of up to some 50,000
+# entries takes 0.2 to 4.9 us longer than in three, and what has more rows or entries as much less
+# (h200-costs-in-a-step.json): a step of one request is then whole or long. With 256 channels it
+# gains 2 us of 25 to 60, and with four rows loses one.
 KV_HEADS, SHARE, HEAD_DIMS = range(2, 9), 8, (64, 128)
 # "0" keeps three launches everywhere.
 VARIABLE = "KVX_RETRIEVAL_ONE_LAUNCH"
@@ -66,7 +67,7 @@ def is_on() -> bool:
 
 
 def was_faster(heads: int, kv_heads: int, head_dim: int) -> bool:
-    """Whether it was measured, and faster than three launches, with so many of a rank."""
+    """Whether it was faster than three launches with so many of a rank, or with neighbours."""
     return kv_heads in KV_HEADS and heads // kv_heads <= SHARE and head_dim in HEAD_DIMS
 
 
