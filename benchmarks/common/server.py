@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -16,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.files import ROOT
+from vllm_kvx.tools.batch.guard import START_STOP_S, end_server
 
 CHECKPOINT = ROOT / "tests" / "checkpoints" / "lookup-8l"
 HOST = "127.0.0.1"
 STOP_S = 20.0
-# A server that still starts has no answer to finish, and may not heed that it is asked to end.
-START_STOP_S = 5.0
 # The last line of a traceback, behind what a logger puts before it.
 _ERROR = re.compile(r"(?:^|\s)(?:\w+\.)*\w+(?:Error|Exception)(?:: |$)")
 
@@ -78,7 +76,7 @@ def serving(
             is_up = True
             yield url
         finally:
-            _stop(process, is_up)
+            end_server(process, is_up, STOP_S if is_up else START_STOP_S)
 
 
 def log_tail(log: Path, lines: int = 60) -> str:
@@ -101,25 +99,6 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path, timeout_s: floa
             return
         time.sleep(0.5)
     raise ServerError(f"the server was not up after {timeout_s:.0f} s:\n{log_tail(log)}")
-
-
-def _stop(process: subprocess.Popen[bytes], is_up: bool) -> None:
-    try:
-        if is_up:
-            process.terminate()
-        else:
-            # While vLLM's server waits for its engine, SIGTERM is lost on it, SIGINT delayed. The
-            # engine and its workers end by Ctrl-C's signal, and the server ends with them.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S if is_up else START_STOP_S)
-    finally:
-        # Engine and workers outlive a server that was killed or crashed, and all of them a second
-        # Ctrl-C that ends the wait.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 @contextmanager

@@ -167,7 +167,7 @@ def test_what_is_the_servers_says_so() -> None:
     own = server("own", "fier-64")
     ops = {"score_ops": "triton", "attend_ops": "cuda", "ops_reason": "because"}
     retrieval = {**ops, "auto": None, "dense_below": 65, "seconds_in_sidecar_writes": 1.5}
-    retrieval["dense_below_batch"] = 66
+    retrieval |= {"dense_below_batch": 66, "dense_below_one": 67}
     stats = {"stash_waits": 2, "stash_wait_seconds": 0.5, "stash_tokens": 640}
     stats |= {"run_in_full": {"session": 3, "misfit": 0}}
     assert sample("counters_updated_timestamp_seconds", "own", server_policy="fier-64") == 0
@@ -181,11 +181,13 @@ def test_what_is_the_servers_says_so() -> None:
     assert sample("retrieval_crossover_tokens", "own", **ours) == math.inf
     assert sample("retrieval_dense_below_tokens", "own", **ours) == 65
     assert sample("retrieval_dense_below_batch_tokens", "own", **ours) == 66
+    assert sample("retrieval_dense_below_one_tokens", "own", **ours) == 67
     assert sample("requests_run_in_full_total", "own", reason="session") == 3
     assert sample("requests_run_in_full_total", "own", reason="misfit") == 0
     triton = {**ours, "score": "triton", "attend": "cuda", "reason": "because"}
     assert sample("retrieval_ops_info", "own", **triton) == 1
-    own.update({"retrieval": retrieval | {"score_ops": "cuda"}})
+    own.update({"retrieval": retrieval | {"score_ops": "cuda", "dense_below_one": None}})
+    assert sample("retrieval_dense_below_one_tokens", "own", **ours) == math.inf
     assert sample("retrieval_ops_info", "own", **triton) == 0
     assert sample("retrieval_ops_info", "own", **(triton | {"score": "cuda"})) == 1
     updated = sample("counters_updated_timestamp_seconds", "own", **ours)

@@ -216,6 +216,11 @@ SERVER_GAUGES = {
         "From here on a batch of --max-num-seqs such requests retrieves; +Inf if never.",
         OF_SERVER,
     ),
+    ("retrieval", "dense_below_one"): Metric(
+        "retrieval_dense_below_one_tokens",
+        "From here on a request retrieves in a step of its own, by one launch a layer; +Inf: none.",
+        OF_SERVER,
+    ),
 }
 EVALUATED = Metric(
     "policy_evaluated",

@@ -19,6 +19,7 @@ from vllm_kvx.ops.prompt.metrics_scratch import scratch_bytes
 from vllm_kvx.worker.adapters import EveryLogit
 from vllm_kvx.worker.attention_backend import choosing_usable
 from vllm_kvx.worker.batch import to_device
+from vllm_kvx.worker.decode.alike import check_alike
 from vllm_kvx.worker.draft_room import widen_compiled_range
 from vllm_kvx.worker.graph_sets import capture_sets
 from vllm_kvx.worker.handed_over import hand_over_entries
@@ -94,6 +95,7 @@ class _PolicyWorking(_Base):
         layers = [hook.layer for hook in hooks.layers]
         hooks.scratch_bytes += room_of(layers, hooks.dtype, config)
         if (retrieval := runner.model_state.retrieval) is not None:
+            check_alike(retrieval, hooks.layers)
             hooks.kept += read_all(layers, retrieval.scratch, config.model_config.max_model_len)
         _keep_prompts_off_graphs(runner)
         capture_sets(runner, runner.model_state.retrieval, runner.model_state.waiting)

@@ -1,6 +1,7 @@
 """The real ``vllm serve`` command: what it tells of itself and counts, and how it ends."""
 
 import asyncio
+import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -173,6 +174,8 @@ def test_retrieval_answers_and_is_counted(server: Server, policy: str) -> None:
     assert after["vllm_kvx:retrieval_crossover_tokens", f"speed-{CUTOFF}"] == 0
     assert after["vllm_kvx:retrieval_dense_below_tokens", f"speed-{CUTOFF}"] == 65
     assert after["vllm_kvx:retrieval_dense_below_batch_tokens", f"speed-{CUTOFF}"] == 65
+    assert retrieval["dense_below_one"] is None
+    assert after["vllm_kvx:retrieval_dense_below_one_tokens", f"speed-{CUTOFF}"] == math.inf
     written = after["vllm_kvx:sidecar_write_seconds_total", f"speed-{CUTOFF}"]
     assert written >= retrieval["seconds_in_sidecar_writes"] > 0
 

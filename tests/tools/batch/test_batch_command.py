@@ -309,7 +309,8 @@ def test_its_own_server_ends_with_it(url: str, tmp_path: Path) -> None:
 def test_a_server_that_does_not_listen_yet_ends_too() -> None:
     """vLLM's does not hear that it is asked to end, before it is up; its engines hear nothing."""
     mark = f"KVX_TEST_GUARD={os.getpid()}"
-    deaf = "import signal, time; signal.signal(15, 1); print(1, flush=True); time.sleep(99)"
+    deaf = "import signal, time; [signal.signal(n, 1) for n in (2, 15)]; print(1, flush=True)"
+    deaf += "; time.sleep(99)"
     engine = f'import subprocess, sys; subprocess.Popen([sys.executable, "-c", "{deaf}"])'
     command = [
         sys.executable,

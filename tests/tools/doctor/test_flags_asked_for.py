@@ -7,6 +7,7 @@ from support.findings import ON_CPU, lines
 
 from vllm_kvx import plugin
 from vllm_kvx.tools.doctor.findings import Context, Finding
+from vllm_kvx.tools.doctor.sizes import size_of
 
 
 def test_flags_that_are_refused_are_all_named(doctor) -> None:
@@ -124,3 +125,63 @@ def test_without_a_block_size_it_is_vllms_default(doctor, block: tuple[str, ...]
     assert lines(asked("model", "flags"), "problem")
     said = "KV blocks of 16 tokens and 16-bit entries, since the flags were not read"
     assert any(said in each for each in lines(asked("policy"), "note"))
+
+
+SIZES = {
+    "--max-model-len": "1k",
+    "--max-num-batched-tokens": "96",
+    "--gpu-memory-utilization": ".5",
+}
+
+
+def as_flags(sizes: dict[str, str], form: str) -> tuple[str, ...]:
+    if form == "words":
+        return tuple(word for flag in sizes.items() for word in flag)
+    names = {flag: flag.replace("-", "_").replace("__", "--", 1) for flag in sizes}
+    return tuple(f"{names[flag] if form == '_' else flag}={sizes[flag]}" for flag in sizes)
+
+
+@pytest.mark.parametrize("refused", ["--enable-prompt-embeds", "--no-such-flag"])
+@pytest.mark.parametrize("form", ["words", "=", "_"])
+def test_lengths_and_memory_are_those_given_where_other_flags_are_refused(
+    doctor, refused: str, form: str
+) -> None:
+    flags = (*as_flags(SIZES, form), refused, *ON_CPU)
+    asked = doctor("structkv:pivot=3,kv_rate=0.4", gpu_memory=1.0, serve_args=flags)
+    assert lines(asked("model", "flags"), "problem")
+    for context in (asked.context, Context.of(asked.context.request, asked.context.state())):
+        asked.context = context
+        told = asked("policy")
+        text = "\n".join(lines(told, "ok"))
+        assert "a prompt of 1,000 tokens runs" in text and "(0.5 of 1.0 GiB, less" in text
+        # The longest prompt and a step, in 16 bits.
+        hidden = context.text_config["hidden_size"]
+        assert f"{size_of((1000 + 96) * hidden * 2)} of stash" in text
+        (note,) = [each for each in lines(told, "note") if "config.json" in each]
+        assert "16 tokens and 16-bit entries, and by --max-model-len, --max-num-batched" in note
+        assert "--gpu-memory-utilization, since the other flags were not read" in note
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        # Such as vLLM refuses, and one that it finds by itself.
+        {"--max-model-len": "9999999", "--gpu-memory-utilization": "1.5"},
+        {"--max-model-len": "1.5K", "--gpu-memory-utilization": "half"},
+        {"--max-model-len": "auto", "--max-num-batched-tokens": "0"},
+    ],
+)
+@pytest.mark.parametrize("refused", ["--enable-prompt-embeds", "--no-such-flag"])
+def test_without_lengths_and_memory_they_are_the_models_and_vllms(
+    doctor, sizes: dict[str, str], refused: str
+) -> None:
+    flags = (*as_flags(sizes, "="), refused, *ON_CPU)
+    asked = doctor("structkv:pivot=3,kv_rate=0.4", gpu_memory=1.0, serve_args=flags)
+    assert lines(asked("model", "flags"), "problem")
+    told = asked("policy")
+    text, config = "\n".join(lines(told, "ok")), asked.context.text_config
+    longest, hidden = config["max_position_embeddings"], config["hidden_size"]
+    assert f"a prompt of {longest:,} tokens runs" in text and "(0.92 of 1.0 GiB, less" in text
+    assert f"{size_of(2 * longest * hidden * 2)} of stash" in text
+    assert any("16-bit entries, since the flags were not read" in n for n in lines(told, "note"))

@@ -49,11 +49,14 @@ def own_server(model: str, flags: Sequence[str]) -> Iterator[Path]:
             stdout=sys.stderr,
             process_group=0,
         )
+        assert process.stdin is not None
         try:
             _wait(process, socket)
+            # The guard is told; it may be gone.
+            with suppress(BrokenPipeError):
+                os.write(process.stdin.fileno(), b"1")
             yield socket
         finally:
-            assert process.stdin is not None
             process.stdin.close()
             process.wait()
 

@@ -62,7 +62,7 @@ class Context:
     directory: where the model's files are. text_config: config.json, its text model's part.
     additional_config: as the server reads it from its flags; None if they were not read.
     kv_cache_dtype: of the server; as its flags say, if its configuration was not made.
-    block_size: that the server's flags ask for; None for none, and where vLLM did not parse them.
+    sizes: that the server's flags ask for, see ``asked_sizes``; None if vLLM did not parse them.
     vllm_config: the server's configuration, if it was made.
     ops: which ops retrieval runs, and why, as ``choose_backend`` says; None if it was not asked.
     gpu_bytes: memory of the first GPU. is_cpu: whether vLLM runs on a CPU here.
@@ -74,7 +74,7 @@ class Context:
     text_config: dict[str, Any] = field(default_factory=dict)
     additional_config: dict[str, Any] | None = None
     kv_cache_dtype: str | None = None
-    block_size: int | None = None
+    sizes: dict[str, float] | None = None
     vllm_config: Any = None
     ops: tuple[str, str] | None = None
     gpu_bytes: int | None = None
@@ -84,7 +84,7 @@ class Context:
         """All but the request and what takes vLLM, fit for JSON: for a process that goes on."""
         names = (
             *("missing", "text_config", "additional_config", "kv_cache_dtype"),
-            *("block_size", "ops", "gpu_bytes", "is_cpu"),
+            *("sizes", "ops", "gpu_bytes", "is_cpu"),
         )
         directory = None if self.directory is None else str(self.directory)
         return {"directory": directory, **{name: getattr(self, name) for name in names}}

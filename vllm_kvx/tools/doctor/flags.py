@@ -11,6 +11,7 @@ from vllm_kvx.config.drafts import DRAFTS_KEY
 from vllm_kvx.config.settings import AUTO_KEY, POLICY_KEY
 from vllm_kvx.policy.cache_dtype import dtype_in
 from vllm_kvx.tools.doctor.asked import layers_for, with_auto
+from vllm_kvx.tools.doctor.asked_sizes import sizes_of
 from vllm_kvx.tools.doctor.findings import Context, Finding, Request, note, ok, problem, reason
 from vllm_kvx.tools.doctor.machine import CPU_ADVICE
 
@@ -35,7 +36,7 @@ def flags(context: Context) -> Iterator[Finding]:
         yield problem(f"vllm serve does not take these flags: {reason(error)}")
         return
     config = dict(engine_args.additional_config or {})
-    context.kv_cache_dtype, context.block_size = dtype_in(vars(engine_args)), engine_args.block_size
+    context.kv_cache_dtype, context.sizes = dtype_in(vars(engine_args)), sizes_of(engine_args)
     try:
         # In place of `auto`; the server itself chooses below, by all of its flags.
         context.additional_config = with_auto(context, config)

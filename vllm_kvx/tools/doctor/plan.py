@@ -11,9 +11,10 @@ from vllm_kvx.policy.spec import check_served, parse_policy
 from vllm_kvx.policy.storage import skipped_of, storage_of
 from vllm_kvx.server.auto_policy import MEASURED, line_of
 from vllm_kvx.tools.doctor.asked import additional_config, settings_of
+from vllm_kvx.tools.doctor.asked_sizes import flag_of
 from vllm_kvx.tools.doctor.findings import Context, Finding, note, ok, problem, reason
 from vllm_kvx.tools.doctor.reads import reads
-from vllm_kvx.tools.doctor.sizes import Pool, Sizes, asked_block_size, memory_of, size_of
+from vllm_kvx.tools.doctor.sizes import Pool, Sizes, memory_of, size_of, sizes_given
 
 _NAME_POLICY = "vllm-kvx doctor MODEL --kv-policy POLICY"
 
@@ -104,14 +105,22 @@ def _counts(context: Context, settings: KVSettings, sizes: Sizes) -> Iterator[Fi
     if sizes.kv_layers is not None:
         yield ok(sizes.kv_layers.says(prompt_len, _kept(settings, prompt_len, sizes)))
     if not sizes.from_server:
-        asked = asked_block_size(context) is not None
-        yield note(
-            f"counted by config.json, KV blocks of {sizes.block_size} tokens"
-            f"{', as --block-size says,' if asked else ''} and 16-bit entries, since the "
-            f"{'other ' if asked else ''}flags were not read"
-        )
+        yield note(_counted_by(sizes, sizes_given(context)))
     yield from _pool(context, settings, sizes, pool)
     yield from reads(context, served, sizes)
+
+
+def _counted_by(sizes: Sizes, given: Mapping[str, float]) -> str:
+    """What bytes and lengths were counted by, where vLLM made no configuration of the flags."""
+    blocks = f"KV blocks of {sizes.block_size} tokens"
+    if "block_size" in given:
+        blocks += ", as --block-size says,"
+    flags = ", ".join(flag_of(name) for name in given if name != "block_size")
+    by = f", and by {flags}" if flags else ""
+    return (
+        f"counted by config.json, {blocks} and 16-bit entries{by}, since the "
+        f"{'other ' if given else ''}flags were not read"
+    )
 
 
 def _kept(settings: KVSettings, prompt_len: int, sizes: Sizes) -> float:

@@ -1,6 +1,5 @@
 """What of a server decides how many prompt tokens its KV pool holds."""
 
-import argparse
 import math
 import os
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from vllm_kvx.config.policy_layers import num_kv_heads
 from vllm_kvx.policy.layout import Layout
 from vllm_kvx.policy.policy import KVPolicy
 from vllm_kvx.policy.storage import storage_of, stored_len
+from vllm_kvx.tools.doctor.asked_sizes import sizes_in
 from vllm_kvx.tools.doctor.findings import Context, Request
 from vllm_kvx.tools.doctor.weights import element_bytes, weights_bytes
 from vllm_kvx.tools.kv_layers import KVLayers
@@ -39,8 +39,8 @@ class Sizes:
     block_size: tokens of a KV block. longest: tokens of the longest prompt. step: tokens of a step.
     memory_share: of a GPU's memory that vLLM takes. ranks: tensor parallel.
     kv_layers: what its layers hold, where some slide or keep a state; else None.
-    from_server: whether vLLM said so; else they are of config.json and vLLM's defaults, but for the
-        block size that flags ask for.
+    from_server: whether vLLM said so; else they are of config.json and vLLM's defaults, but for
+        those of `sizes_given`.
     """
 
     layers: int
@@ -68,8 +68,7 @@ class Sizes:
         """
         if context.vllm_config is not None:
             return cls._of_server(context.vllm_config)
-        block_size = asked_block_size(context) or _BLOCK_SIZE
-        return cls._of_model(context.text_config, context.request, block_size)
+        return cls._of_model(context.text_config, context.request, sizes_given(context))
 
     @classmethod
     def _of_server(cls, config: Any) -> "Sizes":
@@ -99,9 +98,12 @@ class Sizes:
         return replace(sizes, kv_layers=kv_layers)
 
     @classmethod
-    def _of_model(cls, config: dict[str, Any], request: Request, block_size: int) -> "Sizes":
+    def _of_model(
+        cls, config: dict[str, Any], request: Request, given: dict[str, float]
+    ) -> "Sizes":
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         kv_heads = config.get("num_key_value_heads") or heads
+        longest = int(given.get("max_model_len", config["max_position_embeddings"]))
         # vLLM serves float32 checkpoints in 16 bits, too.
         return cls(
             layers=config["num_hidden_layers"],
@@ -110,10 +112,10 @@ class Sizes:
             hidden=hidden,
             entry_bytes=2,
             state_bytes=min(element_bytes(config), 2) or 2,
-            block_size=block_size,
-            longest=config["max_position_embeddings"],
-            step=config["max_position_embeddings"],
-            memory_share=_MEMORY_SHARE,
+            block_size=int(given.get("block_size", _BLOCK_SIZE)),
+            longest=longest,
+            step=int(given.get("max_num_batched_tokens", longest)),
+            memory_share=given.get("gpu_memory_utilization", _MEMORY_SHARE),
             ranks=request.ranks,
             from_server=False,
             kv_layers=KVLayers.of(config),
@@ -278,18 +280,16 @@ def memory_of(context: Context, sizes: Sizes, stash_tokens: int) -> Memory | Non
     return Memory(pool, ", ".join(words))
 
 
-def asked_block_size(context: Context) -> int | None:
-    """The block size that the server's flags ask for, whatever vLLM says of the other ones.
+def sizes_given(context: Context) -> dict[str, float]:
+    """Those that the server's flags ask for, see ``asked_sizes``; not a length beyond the model's.
 
-    None without one, or where it is no size.
+    vLLM refuses such a one, and a server whose flags are mended has another.
     """
-    if context.block_size is not None:
-        return max(context.block_size, 0) or None
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    # Without its value it is None, not an error that ends the process.
-    parser.add_argument("--block-size", "--block_size", nargs="?")
-    given: str | None = parser.parse_known_args(context.request.serve_args)[0].block_size
-    return int(given) or None if given is not None and given.isdecimal() else None
+    given, longest = context.sizes, context.text_config["max_position_embeddings"]
+    if given is None:
+        given = sizes_in(context.request.serve_args)
+    beyond = given.get("max_model_len", 0) > longest
+    return {name: size for name, size in given.items() if not beyond or name != "max_model_len"}
 
 
 def size_of(num_bytes: float) -> str:
