@@ -138,11 +138,12 @@ def plan_step(
 def _plan_retrieval(
     retrieval: Retrieval, step: Step, requests: Requests, moves_out: Container[str]
 ) -> RetrievalStep:
-    is_fresh, drafted = retrieval.sidecars.is_fresh(step.requests), retrieval.unknown[step.requests]
-    unknown = still_unknown(drafted, step.begins, requests.prompt_lens[step.requests])
+    is_fresh, unknown = retrieval.sidecars.is_fresh(step.requests), retrieval.unknown[step.requests]
+    if retrieval.drafts_ahead:
+        unknown = still_unknown(unknown, step.begins, requests.prompt_lens[step.requests])
     if step.is_decode and not is_fresh.any():
         retrieval.sidecars.plan_decodes(step.requests, step.stored_lens, step.counts + unknown)
-        return _planned(retrieval, step, requests, is_fresh, unknown)
+        return _planned(retrieval, step, requests, None, unknown)
     before = stored_lens(step.begins, *step.gaps) - unknown
     after = step.stored_lens.copy()
     moved = np.zeros(after.shape, dtype=bool)
@@ -169,7 +170,11 @@ def _plan_retrieval(
 
 
 def _planned(
-    retrieval: Retrieval, step: Step, requests: Requests, is_fresh: np.ndarray, unknown: IntArray
+    retrieval: Retrieval,
+    step: Step,
+    requests: Requests,
+    is_fresh: np.ndarray | None,
+    unknown: IntArray,
 ) -> RetrievalStep:
     return retrieval.plan(
         step.requests,

@@ -95,7 +95,7 @@ def fill(
     size = columns[0].shape[-1]
     for field, column in enumerate(columns):
         fields[..., field, :size] = column
-    offsets[..., :size] = offsets_of(columns[2], unit)
+    offsets[..., :size] = offsets_of(columns[2], unit) if size > 1 else 0
 
 
 def offsets_of(lens: np.ndarray, unit: int) -> np.ndarray:

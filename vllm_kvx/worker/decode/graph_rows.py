@@ -39,6 +39,11 @@ class GraphRows:
         # All in one place, for one copy a step.
         size = num_stages, (NUM_FIELDS + 2) * self._room
         self._held = torch.zeros(*size, dtype=torch.int32, device=device)
+        # The host's part of it, and how many rows it has. What goes to the device is copied first.
+        host = np.zeros(size, dtype=np.int32)
+        end, self._host, self._set = NUM_FIELDS * self._room, host, 0
+        self._fields = host[:, :end].reshape(num_stages, NUM_FIELDS, self._room)
+        self._offsets = host[:, end:].view(np.int64)
         # Views of both, by the number of rows.
         self._batches: dict[int, list[list[RetrievalRows]]] = {}
         # Only rows of one request that follow one another may read what their step fills.
@@ -61,18 +66,19 @@ class GraphRows:
 
         step: None while it is captured: its rows do nothing. late: see ``Retrieval.graph_pass``.
         """
-        num_stages = len(self._held)
-        held = np.zeros(self._held.shape, dtype=np.int32)
         groups = self.full_groups(num_reqs)
+        before, self._set = self._set, 0
         if step is not None:
             requests, lens = step.each_row
-            size, end = len(requests), NUM_FIELDS * self._room
-            fields = held[:, :end].reshape(num_stages, NUM_FIELDS, self._room)
+            self._set = size = len(requests)
             columns = np.arange(size), requests, lens, step.budgets[requests]
-            fill(fields, held[:, end:].view(np.int64), columns, self._unit)
-        async_tensor_h2d(held, out=self._held)
+            fill(self._fields, self._offsets, columns, self._unit)
+        if before > self._set:
+            self._fields[..., self._set : before] = 0
+            self._offsets[..., self._set : before] = 0
+        async_tensor_h2d(self._host, out=self._held)
         if step is not None and late is not None:
-            floors = np.zeros((num_stages, num_rows), dtype=np.int32)
+            floors = np.zeros((len(self._host), num_rows), dtype=np.int32)
             floors[:, :size] = step.floors_of(requests, lens)
             known = async_tensor_h2d(floors, device=self._device)
             for (rows,), least in zip(self.batches(num_rows), known, strict=True):

@@ -37,7 +37,7 @@ from vllm_kvx.worker.decode.step import (
     RetrievalPass,
     RetrievalStep,
     Rules,
-    covers,
+    graph_for,
     retrieving_lens,
     still_unknown,
 )
@@ -82,7 +82,7 @@ class Retrieval:
         budgets, least, floors = np.zeros((3, max_reqs), dtype=np.int64)
         self.rules = Rules(budgets, least, floors, layout.unit)
         self.policy_rows, self.unknown = np.zeros((2, max_reqs), dtype=np.int64)
-        self._ahead = settings.layout.drafts_ahead
+        self.drafts_ahead = settings.layout.drafts_ahead
         self.graph_rows = GraphRows(layout, num_stages, vllm_config, device)
         drafts, rule = vllm_config.num_speculative_tokens, layout.retrieving
         # Where layers read by another's choice, those of all rows that decode at once are kept.
@@ -226,7 +226,7 @@ class Retrieval:
         counts: IntArray,
         prompt_lens: IntArray,
         stored_lens: IntArray,
-        is_fresh: np.ndarray,
+        is_fresh: np.ndarray | None,
         unknown: IntArray,
         drafts: np.ndarray | None,
     ) -> RetrievalStep:
@@ -235,11 +235,12 @@ class Retrieval:
         Args:
             requests: (R,) request states. begins, counts: (R,) tokens. prompt_lens: (R,).
             stored_lens: (S, R) entries seen by each request's last token.
-            is_fresh: (R,) bool, requests that have run no step yet. unknown: see ``RetrievalStep``.
+            is_fresh: (R,) bool, requests that have run no step yet; None if all have. unknown: see
+                ``RetrievalStep``.
             drafts: (R,) tokens among `counts` that were drafted; None for none.
         """
         step = self._step(requests, unknown, begins, counts, prompt_lens, stored_lens, is_fresh)
-        if self._ahead:
+        if self.drafts_ahead:
             self.unknown[requests] = 0 if drafts is None else drafts
         if self.sampler.takes_step(bool(step.some.any())):
             step.sampled = self.policy_rows[requests]
@@ -268,9 +269,8 @@ class Retrieval:
                 they are known.
         """
         if step is not None:
-            wanted = step.modes
             modes = self.graph_modes[-1:] if keeps else self.graph_modes
-            self.graph = next(each for each in modes if covers(each, wanted))
+            self.graph = graph_for(modes, step.modes)
         if all(mode is Mode.DENSE for mode in self.graph):
             return None
         assert step is None or self.fits(step.each_row[1]), "rows of a CUDA graph do not fit"

@@ -9,7 +9,7 @@ and stock attention runs over all rows, those that retrieve cut to one entry.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -128,8 +128,6 @@ class RetrievalPass:
     def each_chooses(self) -> np.ndarray:
         """(S,) bool, the stages with more rows than have their choices kept, so that no layer can
         go by another's."""
-        if all(len(batches) <= 1 for batches in self.batches):
-            return np.zeros(len(self.batches), dtype=bool)
         return np.array([not self.are_kept(batches) for batches in self.batches])
 
     def are_kept(self, batches: Sequence[RetrievalRows]) -> bool:
@@ -203,16 +201,18 @@ class RetrievalStep:
         counts: IntArray,
         prompt_lens: IntArray,
         stored_lens: IntArray,
-        is_fresh: np.ndarray,
+        is_fresh: np.ndarray | None,
     ) -> "RetrievalStep":
         """The step of requests with these rules; the other arguments as ``Retrieval.plan``."""
-        ends = begins + counts
+        ends, num_rows = begins + counts, int(counts.sum())
         generates = (ends > prompt_lens) & (rules.budgets > 0)
-        # A request that resumes may read a prefix that another request computes in this step.
-        several = generates & ((counts > 1) | is_fresh)
-        chunks = np.flatnonzero(several).tolist()
-        of_step = costs.of(int(counts.sum()))
-        lens = retrieving_lens(rules, of_step, generates & ~several, stored_lens)
+        by_itself, chunks = generates, list[int]()
+        if is_fresh is not None or num_rows > len(counts):
+            # A request that resumes may read a prefix that another request computes in this step.
+            several = (counts > 1) if is_fresh is None else (counts > 1) | is_fresh
+            several &= generates
+            by_itself, chunks = generates & ~several, np.flatnonzero(several).tolist()
+        lens = retrieving_lens(rules, costs.of(num_rows), by_itself, stored_lens)
         whole = (lens > 0).astype(np.int64)
         if unknown.any():
             # Which it is of those whose floors lie among what is unknown, the device knows.
@@ -331,6 +331,8 @@ def retrieving_lens(
         stored_lens: (S, R) entries seen by each request's last token.
     """
     alone = generates & (stored_lens >= rules.floors)
+    if alone.all():  # Long contexts, of which it takes less time.
+        return stored_lens.copy()
     near = generates & (stored_lens >= rules.least) & ~alone
     if near.any():
         gains = costs.gain(stored_lens, rules.budgets * rules.unit)
@@ -365,6 +367,12 @@ def graph_modes(policies: Iterable[KVPolicy], stage_starts: Sequence[int]) -> tu
     if not long:
         return (dense,)
     return tuple(dict.fromkeys((dense, *long, (Mode.MIXED,) * len(stage_starts))))
+
+
+@cache
+def graph_for(graphs: tuple[Modes, ...], wanted: Modes) -> Modes:
+    """The first of `graphs` that a step of modes `wanted` can replay."""
+    return next(each for each in graphs if covers(each, wanted))
 
 
 def covers(graph: Modes, wanted: Modes) -> bool:

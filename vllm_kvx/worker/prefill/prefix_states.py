@@ -52,7 +52,6 @@ class PrefixStates:
         layers = [hook.layer for hook in hooks.layers if hook.layer.layer_name in set(names)]
         return cls(stash, rows, layers)
 
-    @torch.inference_mode()
     def restore(self) -> None:
         """Fills the stash with states that requests take from the cache, before the forward pass.
 
@@ -69,13 +68,14 @@ class PrefixStates:
                 spans = [stash.rows(req_id, i * size, (i + 1) * size) for i in blocks.places]
                 self._to_save.append((np.concatenate(spans), blocks.write))
 
-    @torch.inference_mode()
     def save(self) -> None:
         """Copies the states that the forward pass completed into their blocks, after it."""
         to_save, self._to_save = self._to_save, []
         for rows, blocks in to_save:
             self.copy_out(rows, blocks)
 
+    # Not above: in most steps there is nothing to copy, and entering it takes host time.
+    @torch.inference_mode()
     def copy_in(self, rows: np.ndarray, blocks: Sequence[int]) -> None:
         """Copies the states of whole blocks to rows of the stash, (n * tokens,)."""
         states = self._states
@@ -87,6 +87,7 @@ class PrefixStates:
             found = torch.stack(used, dim=1).view(states.dtype).view(len(ids), -1, states.shape[1])
             states.index_copy_(0, at, found[:, : self._rows.tokens].reshape(len(at), -1))
 
+    @torch.inference_mode()
     def copy_out(self, rows: np.ndarray, blocks: Sequence[int]) -> None:
         """Copies rows of the stash, (n * tokens,), to whole blocks."""
         states, room = self._states, self._rows.per_page * self._rows.pages
