@@ -8,14 +8,13 @@ import torch
 
 from vllm_kvx.indexes.table import INDEXES
 from vllm_kvx.ops.paged import PagedKV
-from vllm_kvx.ops.retrieval import cuda
+from vllm_kvx.ops.retrieval import cuda, one_launch
 from vllm_kvx.ops.retrieval.one_launch import (
     MAX_ROWS,
     MAX_SPLITS,
     VARIABLE,
     OneLaunch,
     longest_of,
-    pays,
     rows_in_graphs,
 )
 from vllm_kvx.ops.retrieval.retrieve import Scratch
@@ -80,18 +79,21 @@ class TestWhereItMay:
 
 
 def layer(
-    heads: int = 32, kv_heads: int = 8, head_dim: int = 128, dtype: str = "auto"
+    heads: int = 32, kv_heads: int = 8, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16
 ) -> SimpleNamespace:
-    return SimpleNamespace(
-        num_heads=heads, num_kv_heads=kv_heads, head_size=head_dim, kv_cache_dtype=dtype
-    )
+    impl = SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads, head_size=head_dim)
+    return SimpleNamespace(impl=impl, kv_cache_torch_dtype=dtype)
+
+
+def pays(layer: SimpleNamespace) -> bool:
+    return one_launch.pays(layer, torch.bfloat16)
 
 
 def test_servers_with_a_soft_cap_take_three() -> None:
     """Gemma 2 27B on two ranks has the heads that were measured."""
     capped = layer()
     for cap, takes_one in ((50.0, False), (0, True), (None, True)):
-        capped.logits_soft_cap = cap
+        capped.impl.logits_soft_cap = cap
         assert pays(capped) == takes_one
 
 
@@ -101,7 +103,8 @@ def test_servers_take_it_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) 
     assert all(pays(layer(*shape)) for shape in shapes) and pays(layer(64, 8, head_dim=64))
     others = [layer(head_dim=256), layer(64, 16), layer(8, 1), layer(96, 8), layer(head_dim=96)]
     assert not any(map(pays, others))
-    assert not pays(layer(dtype="int8_per_token_head")) and not pays(layer(dtype="fp8_e4m3"))
+    # int8 with scales, fp8, and 16 bits of another kind.
+    assert not any(pays(layer(dtype=d)) for d in (torch.int8, torch.uint8, torch.float16))
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")
     assert not pays(layer())
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")

@@ -10,11 +10,15 @@ from vllm_kvx.worker.decode.alike import RankPlan, unlike
 
 THREE = StepCosts(COSTS["cuda"][8, 256])
 ONE = StepCosts(COSTS["cuda"][8, 256], ONE_LAUNCH[8, 256], 4)
-SMALL, LARGE = (8, 2, 64, "auto", None, 256), (8, 4, 64, "auto", None, 256)
+SMALL, LARGE = (8, 2, 64), (8, 4, 64)
+AUTO, FP8, BOTH = (None, 256, ("auto",)), (None, 128, ("fp8",)), (None, 256, ("auto", "fp8"))
 
 
-def plan(rank: int, machine: Any = LARGE, ops: str = "cuda", costs: StepCosts = ONE) -> RankPlan:
-    return RankPlan(rank, f"node-{rank // 2}", machine, (ops, ops, 16384, costs), f"by {ops}")
+def plan(
+    rank: int, heads: Any = LARGE, ops: str = "cuda", costs: StepCosts = ONE, layers: Any = AUTO
+) -> RankPlan:
+    who, lengths = (rank, f"node-{rank // 2}"), (16384, costs)
+    return RankPlan(*who, heads, layers, (ops, ops), lengths, f"by {ops}")
 
 
 def test_ranks_that_plan_alike_are_told_nothing() -> None:
@@ -25,6 +29,15 @@ def test_ranks_that_plan_alike_are_told_nothing() -> None:
 def test_ranks_of_a_pipeline_may_have_other_layers() -> None:
     """Whose lengths follow from their heads and bytes."""
     assert not unlike([plan(0, SMALL, costs=THREE), plan(1, SMALL, costs=THREE), plan(2), plan(3)])
+
+
+@pytest.mark.parametrize("others", [FP8, BOTH])
+def test_layers_of_a_pipeline_that_skip_a_quantized_cache(others: Any) -> None:
+    """Lengths differ with them, and operators may not."""
+    first = [plan(0), plan(1)]
+    assert not unlike([*first, plan(2, costs=THREE, layers=others)])
+    told = unlike([*first, plan(2, ops="triton", costs=THREE, layers=others)])
+    assert "- rank 2 on node-1: by triton" in told.splitlines()
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,7 @@ def test_lengths_and_memory_are_those_given_where_other_flags_are_refused(
         {"--max-model-len": "9999999", "--gpu-memory-utilization": "1.5"},
         {"--max-model-len": "1.5K", "--gpu-memory-utilization": "half"},
         {"--max-model-len": "auto", "--max-num-batched-tokens": "0"},
+        {"--max-model-len": "9" * 400, "--block-size": "16k"},
     ],
 )
 @pytest.mark.parametrize("refused", ["--enable-prompt-embeds", "--no-such-flag"])

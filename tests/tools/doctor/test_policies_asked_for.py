@@ -105,10 +105,13 @@ def test_from_where_on_a_server_retrieves(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("fier-2048:reduction=sum", "fier-2048:reuse_layers=2", "quest-2048"):
         (found,) = reads(context, parse_policy(name), sizes)
         assert "in a step of its own" not in found.says
-    eight_bits = replace(sizes, entry_bytes=1)
-    for wide in (eight_bits, replace(eight_bits, scale_bytes=8), replace(sizes, kv_heads=1)):
-        (found,) = reads(context, policy, wide)
-        assert "in a step of its own" not in found.says
+    (found,) = reads(context, policy, replace(sizes, kv_heads=1))
+    assert "in a step of its own" not in found.says
+    for other in ("fp8", "int8_per_token_head", "float16"):
+        with monkeypatch.context() as changed:
+            changed.setattr(config.cache_config, "cache_dtype", other)
+            (found,) = reads(context, policy, Sizes.of(context))
+            assert "in a step of its own" not in found.says
     monkeypatch.setattr(config.model_config.hf_text_config, "attn_logit_softcapping", 50.0, False)
     (found,) = reads(context, policy, sizes)
     assert "in a step of its own" not in found.says

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_kvx.ops.paged import PagedKV
 from vllm_kvx.ops.retrieval import cuda as cuda_ops
@@ -36,21 +35,21 @@ _MPS_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 MAX_SPLITS = 128
 
 
-def pays(attention: Any) -> bool:
+def pays(layer: Any, dtype: torch.dtype) -> bool:
     """Whether a server takes it for such layers: they are like those that were measured.
 
-    attention: vLLM's implementation of a layer, with the heads of this rank.
+    layer: vLLM's, with the heads of this rank. dtype: of its queries.
 
     Raises:
         ValueError: see `is_on`.
     """
+    attention = layer.impl
     if not is_on() or not was_faster(
         attention.num_heads, attention.num_kv_heads, attention.head_size
     ):
         return False
     # It reads entries of the queries' dtype alone, and knows no soft cap.
-    other = is_quantized_kv_cache(attention.kv_cache_dtype)
-    return not other and not getattr(attention, "logits_soft_cap", None)
+    return layer.kv_cache_torch_dtype == dtype and not getattr(attention, "logits_soft_cap", None)
 
 
 def is_on() -> bool:

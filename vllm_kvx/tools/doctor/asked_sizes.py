@@ -18,8 +18,10 @@ def sizes_in(serve_args: Sequence[str]) -> dict[str, float]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in _SIZES:
         # Without its value it is None, not an error that ends the process.
-        parser.add_argument(flag_of(name), f"--{name}", nargs="?")
-    return _sizes(vars(parser.parse_known_args(serve_args)[0]))
+        parser.add_argument(flag_of(name), nargs="?")
+    # vLLM takes `_` in any place of a flag for `-`.
+    given = [each if not each.startswith("--") else _dashed(each) for each in serve_args]
+    return _sizes(vars(parser.parse_known_args(given)[0]))
 
 
 def sizes_of(engine_args: Any) -> dict[str, float]:
@@ -33,6 +35,11 @@ def _sizes(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: size for name, size in found.items() if size is not None}
 
 
+def _dashed(flag: str) -> str:
+    name, equals, value = flag.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -40,9 +47,15 @@ def flag_of(name: str) -> str:
 def _count(value: int | str | None) -> int | None:
     """None where it is no number above 0, as where vLLM is to find the length."""
     if isinstance(value, str):
-        parts = re.fullmatch(r"(\d+(?:\.\d+(?=[kmgt]))?)([kKmMgGtT]?)", value.strip())
+        # No more digits than a float holds.
+        parts = re.fullmatch(r"(\d{1,15}(?:\.\d+(?=[kmgt]))?)([kKmMgGtT]?)", value.strip())
         value = None if parts is None else int(float(parts[1]) * _UNITS.get(parts[2], 1))
     return value if value is not None and value > 0 else None
+
+
+def _blocks(value: int | str | None) -> int | None:
+    """A count without a unit."""
+    return _count(value) if not isinstance(value, str) or value.strip().isdecimal() else None
 
 
 def _share(value: float | str | None) -> float | None:
@@ -54,7 +67,7 @@ def _share(value: float | str | None) -> float | None:
 
 
 _SIZES = {
-    "block_size": _count,
+    "block_size": _blocks,
     "max_model_len": _count,
     "max_num_batched_tokens": _count,
     "gpu_memory_utilization": _share,

@@ -61,6 +61,7 @@ def _rows_in_one_launch(
 ) -> int:
     """Rows up to which a worker's layers take one launch, as its ``Scratch`` says."""
     import torch
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
     from vllm_kvx.indexes.table import INDEXES
     from vllm_kvx.ops.retrieval.one_launch import (
@@ -74,7 +75,9 @@ def _rows_in_one_launch(
     config = context.vllm_config
     capped = getattr(config.model_config.hf_text_config, "attn_logit_softcapping", None)
     can = does(backends.score, layout.reduction, INDEXES[layout.index])
-    can = can and layout.retrieving.reuse == 1 and sizes.entry_bytes == sizes.state_bytes
+    can = can and layout.retrieving.reuse == 1
+    model, cache = config.model_config, config.cache_config
+    can = can and kv_cache_dtype_str_to_dtype(cache.cache_dtype, model) == model.dtype
     can = can and was_faster(heads, sizes.kv_heads, sizes.head_dim) and not capped
     if not can or not torch.cuda.is_available() or not is_on():
         return 0

@@ -7,7 +7,7 @@ from other lengths on, or by other operators, and answers would be of no one pol
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import distributed
@@ -24,32 +24,37 @@ from vllm_kvx.worker.decode.step import HookedLayer
 class RankPlan(NamedTuple):
     """How a rank plans retrieval.
 
-    machine: what its layers are, which it plans by: ranks of a pipeline may have unlike ones.
-    plan: which rows retrieve from where on, and by which operators. says: the same in words.
+    heads: of its layers, by which it has its operators. machine: what it plans by besides: ranks of
+        a pipeline may have unlike layers.
+    ops: by which it scores and attends. lengths: from which on rows retrieve. says: both in words.
     """
 
     rank: int
     host: str
+    heads: tuple[Any, ...]
     machine: tuple[Any, ...]
-    plan: tuple[Any, ...]
+    ops: tuple[str, ...]
+    lengths: tuple[Any, ...]
     says: str
 
     @classmethod
     def of(cls, retrieval: Retrieval, layers: Sequence[HookedLayer]) -> "RankPlan":
         """layers: this rank's policy layers."""
         impl, ops, costs = layers[0].layer.impl, retrieval.backends, retrieval.costs
-        machine = (
-            *(impl.num_heads, impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype),
-            *(getattr(impl, "logits_soft_cap", None), entry_bytes(layers)),
-        )
+        above = [each for each in layers if retrieval.layout.retrieving.retrieves(each.index)]
+        dtypes = {str(each.layer.kv_cache_dtype) for each in above or layers}
+        heads = impl.num_heads, impl.num_kv_heads, impl.head_size
+        cap = getattr(impl, "logits_soft_cap", None)
+        machine = cap, entry_bytes(layers), tuple(sorted(dtypes))
         names = BACKEND_VARIABLE, VARIABLE
         given = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
         says = (
             f"{retrieval.begins}; ops: {ops} ({ops.reason}); rows of a step that one launch does: "
             f"{costs.few_rows}; {', '.join(given) or 'neither variable is set'}"
         )
-        plan = ops.score, ops.attend, retrieval.crossover, costs
-        return cls(distributed.get_rank(), socket.gethostname(), machine, plan, says)
+        lengths = retrieval.crossover, costs
+        who = distributed.get_rank(), socket.gethostname()
+        return cls(*who, heads, machine, (ops.score, ops.attend), lengths, says)
 
 
 def check_alike(retrieval: Retrieval, layers: Sequence[HookedLayer]) -> None:
@@ -70,14 +75,14 @@ def check_alike(retrieval: Retrieval, layers: Sequence[HookedLayer]) -> None:
 
 def unlike(plans: Sequence[RankPlan]) -> str:
     """What differs between ranks whose layers are alike, and what to change; empty if nothing."""
-    by_machine: dict[Any, dict[Any, list[RankPlan]]] = defaultdict(lambda: defaultdict(list))
-    for each in plans:
-        by_machine[each.machine][each.plan].append(each)
-    differing = [found for found in by_machine.values() if len(found) > 1]
+    by_heads = _grouped((each.heads, each.ops, each) for each in plans)
+    by_machine = _grouped(((e.heads, e.machine), (e.ops, e.lengths), e) for e in plans)
+    differing = [found for found in by_heads if len(found) > 1]
+    differing = differing or [found for found in by_machine if len(found) > 1]
     lines = [
         f"- {', '.join(f'rank {each.rank} on {each.host}' for each in ranks)}: {ranks[0].says}"
         for found in differing
-        for ranks in found.values()
+        for ranks in found
     ]
     if not lines:
         return ""
@@ -89,3 +94,11 @@ def unlike(plans: Sequence[RankPlan]) -> str:
             f"and have GPUs of one kind and the same CUDA ops (`{COMMAND}`) on all of them",
         ]
     )
+
+
+def _grouped(plans: Iterable[tuple[Any, Any, RankPlan]]) -> list[list[list[RankPlan]]]:
+    """Of (what is alike, what has to be then, a plan): by the first, then by the second."""
+    found: dict[Any, dict[Any, list[RankPlan]]] = defaultdict(lambda: defaultdict(list))
+    for alike, then, plan in plans:
+        found[alike][then].append(plan)
+    return [list(each.values()) for each in found.values()]

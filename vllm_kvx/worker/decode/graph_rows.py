@@ -67,15 +67,16 @@ class GraphRows:
         step: None while it is captured: its rows do nothing. late: see ``Retrieval.graph_pass``.
         """
         groups = self.full_groups(num_reqs)
-        before, self._set = self._set, 0
+        before, size = self._set, 0
         if step is not None:
             requests, lens = step.each_row
-            self._set = size = len(requests)
+            size = len(requests)
             columns = np.arange(size), requests, lens, step.budgets[requests]
             fill(self._fields, self._offsets, columns, self._unit)
-        if before > self._set:
-            self._fields[..., self._set : before] = 0
-            self._offsets[..., self._set : before] = 0
+        if before > size:
+            self._fields[..., size:before] = 0
+            self._offsets[..., size:before] = 0
+        self._set = size
         async_tensor_h2d(self._host, out=self._held)
         if step is not None and late is not None:
             floors = np.zeros((len(self._host), num_rows), dtype=np.int32)

@@ -76,6 +76,7 @@ class Retrieval:
         """
         max_reqs = vllm_config.scheduler_config.max_num_seqs
         impl, model = layers[0].layer.impl, vllm_config.model_config
+        dtype = cast(torch.dtype, model.dtype)
         self.layout, self.graph_modes = layout, tuple(graph_modes)
         self._device = device
         num_stages, self._stages = len(self.graph_modes[0]), [layer.stage for layer in layers]
@@ -109,9 +110,9 @@ class Retrieval:
             unit=layout.unit,
             reduction=layout.reduction,
             device=device,
-            dtype=cast(torch.dtype, model.dtype),
+            dtype=dtype,
             # Not where other layers read what one chose.
-            one_launch=rule.reuse == 1 and all(pays(layer.layer.impl) for layer in above),
+            one_launch=rule.reuse == 1 and all(pays(each.layer, dtype) for each in above or layers),
         )
         self.backends = self.scratch.backends
         machine = (self.backends.score, layout.reduction, impl.num_kv_heads, entry_bytes(layers))
