@@ -15,7 +15,7 @@ from support.models import LOOKUP
 from support.parity import assert_parity
 from support.prompts import EDGES, lookups, prompts_of
 
-from vllm_kvx.ops.retrieval import cuda, one_launch
+from vllm_kvx.ops.retrieval import cuda
 from vllm_kvx.ops.retrieval.one_launch import CAPABILITY
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -157,12 +157,9 @@ def test_checkpoint_answers(kv_cache_dtype: str) -> None:
     assert min(score["full"], score[names[0]]) >= 0.9, score
 
 
-def test_one_launch_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_launch_answers() -> None:
     """Up to four requests decode in one launch a layer, in CUDA graphs; steps whose recall is
     measured run apart, and choose as well."""
-    # Servers take it for heads that were measured; the checkpoint has others.
-    monkeypatch.setattr(one_launch, "KV_HEADS", (2,))
-    monkeypatch.setattr(one_launch, "HEAD_DIMS", (64,))
     prompts, expected, decode = lookups(24, values=3)
     config, few = {"kv_recall_every": 5}, dict(max_num_seqs=4, max_num_batched_tokens=2048)
     with running(
