@@ -70,20 +70,17 @@ def fitted(cases: Sequence[Case], backend: str) -> Costs:
         for budget, us in case.get(backend, {}).items()
         if case["stock"] / NEAR <= us <= case["stock"] * NEAR
     ]
-    entries, budgets, ours, stock = np.array(near, dtype=float).T
+    return _costs(near)
+
+
+def _costs(cases: Sequence[tuple[float, ...]], least: int = 0) -> Costs:
+    """Fitted to (entries, budgets, microseconds, those of stock attention), of all requests."""
+    entries, budgets, ours, stock = np.array(cases, dtype=float).T
     whole, whole_entry = _fit([entries / KI], stock)
-    return Costs(whole, whole_entry, *_three(entries, budgets, ours))
-
-
-def _three(entries: np.ndarray, budgets: np.ndarray, us: np.ndarray) -> tuple[float, float, float]:
-    """What retrieval takes at all, by entry scored, and by token read."""
-    fixed, scored, read = _fit([entries / KI, budgets / KI], us)
-    return fixed, scored, read
-
-
-def steps(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Reports of ``retrieval_step``."""
-    return [json.loads((RESULTS / "ops" / f"{name}.json").read_text()) for name in names]
+    fixed, scored, read = _fit([entries / KI, budgets / KI], ours)
+    if read <= 0:  # Nothing that can be told from what differs between two runs.
+        (fixed, scored), read = _fit([entries / KI], ours), 0.0
+    return Costs(whole, whole_entry, fixed, scored, read, least)
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ def in_steps(launches: int) -> Iterator[Timed]:
     """Layers in a step that so many launches did, where a server may take one for few rows."""
     name_of = {1: "one launch", 3: "three launches"}[launches]
     for name, shape in STEPS.items():
-        (report,) = steps([name])
+        report = json.loads((RESULTS / "ops" / f"{name}.json").read_text())
         cold = () if name == WARM else list(report["cases"])[:1]
         warm = report | {"cases": {k: v for k, v in report["cases"].items() if k not in cold}}
         for case in timed(warm):
@@ -139,26 +136,17 @@ def in_steps(launches: int) -> Iterator[Timed]:
 
 def of_steps(cases: Iterable[Timed]) -> dict[tuple[int, int], Costs]:
     """By (KV heads, bytes of a key and a value of one head), whatever heads share a KV head."""
-    by_shape: dict[tuple[int, int], list[Timed]] = {}
+    by_shape: dict[tuple[int, int], list[tuple[float, ...]]] = {}
     for case in cases:
-        by_shape.setdefault(shape_of(case), []).append(case)
-    return {shape: _few(found) for shape, found in sorted(by_shape.items())}
+        sizes = case.batch * case.length, case.batch * case.budget
+        by_shape.setdefault(shape_of(case), []).append((*sizes, case.us, case.stock))
+    return {shape: _costs(each, ONE_LAUNCH_LEAST) for shape, each in sorted(by_shape.items())}
 
 
 def shape_of(case: Timed) -> tuple[int, int]:
     """(KV heads, bytes of a key and a value of one head), with 16 bits."""
     heads = SHAPES[case.shape].heads
     return heads.kv_heads, 4 * heads.head_dim
-
-
-def _few(cases: Sequence[Timed]) -> Costs:
-    of_cases = [(c.batch * c.length, c.batch * c.budget, c.us, c.stock) for c in cases]
-    entries, budgets, ours, stock = np.array(of_cases, dtype=float).T
-    whole, whole_entry = _fit([entries / KI], stock)
-    fixed, scored, read = _three(entries, budgets, ours)
-    if read <= 0:  # Nothing that can be told from what differs between two runs.
-        (fixed, scored), read = _fit([entries / KI], ours), 0.0
-    return Costs(whole, whole_entry, fixed, scored, read, ONE_LAUNCH_LEAST)
 
 
 def few_in_engine(engines: dict[str, Any], costs: Costs) -> float:
@@ -171,8 +159,7 @@ def few_in_engine(engines: dict[str, Any], costs: Costs) -> float:
         for length in FEW_LENGTHS:
             ours = engines[name]["cases"][f"tpot:{length}"]["median"]
             saved = (stock[f"tpot:{length}"]["median"] - ours) * 1e3 / layers
-            gain = costs.gain(np.array([length]), np.array([ENGINE_BUDGET]))[0]
-            found.append(float(gain) + costs.whole - costs.fixed - saved)
+            found.append(_saves(costs, length) - saved)
     return round(median(found), 2)
 
 
@@ -206,8 +193,13 @@ def in_engine(engines: dict[str, Any], costs: Costs) -> float:
     cases, length = engines[f"fier-{ENGINE_BUDGET}"]["cases"], ENGINE_LENGTH
     asked = cases[f"tpot:{length}@fier-{ENGINE_BUDGET}:dense_below=0"]["median"]
     lost = (asked - cases[f"tpot:{length}"]["median"]) * 1e3 / ENGINE_LAYERS
-    gain = costs.gain(np.array([length]), np.array([ENGINE_BUDGET]))[0] + costs.whole - costs.fixed
-    return round(lost + float(gain), 2)
+    return round(lost + _saves(costs, length), 2)
+
+
+def _saves(costs: Costs, length: int) -> float:
+    """Microseconds of a layer that one request of so many entries saves by these costs."""
+    gain = costs.gain(np.array([length]), np.array([ENGINE_BUDGET]))[0]
+    return float(gain) + costs.whole - costs.fixed
 
 
 def main() -> None:

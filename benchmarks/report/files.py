@@ -28,7 +28,7 @@ _LAYER = re.compile(r"(?:tsp_layer|pivot|min_layer|max_layer|layer)=(\d+)")
 # How long a prompt has to be before retrieval pays says nothing about answers.
 _CROSSOVER = re.compile(r"dense_below=\w+")
 # What `vllm-kvx evaluate` asks of a policy that retrieves, whether its name has it or not.
-_ALWAYS = re.compile(r"[:,]dense_below=0(?=$|\+)|,dense_below=0(?=,)|(?<=:)dense_below=0,")
+_ALWAYS = re.compile(r"dense_below=0")
 # CriticalKV's scores in SnapKV: one method under two names.
 _CRITICAL = "score=critical"
 
@@ -279,9 +279,15 @@ def _evaluated(file: File, report: Report) -> list[Kept]:
         for cell in cells
         if full is not None
         and cell["of_full"]
-        and (policy := _ALWAYS.sub("", cell["policy"])) not in ("full", yardstick)
+        and (policy := _asked(cell["policy"])) not in ("full", yardstick)
         and not policy.endswith(" (original)")
     ]
+
+
+def _asked(name: str) -> str:
+    """A policy that was evaluated, as users name it."""
+    policy, at, dtype = name.partition("@")
+    return _joined(_without(policy, _ALWAYS)) + at + dtype
 
 
 def most_asked(kept: Sequence[Kept]) -> list[Kept]:
@@ -346,16 +352,24 @@ def same_method(name: str) -> str:
         whole = str(parse_policy(policy or "full"))
     except PolicyError:
         return name
-    parts = []
-    for part in whole.split("+"):
-        head, _, tail = part.partition(":")
-        kept = [
-            each
-            for each in tail.split(",")
-            if each and not _LAYER.fullmatch(each) and not _CROSSOVER.fullmatch(each)
-        ]
+    parts = _without(whole, _LAYER, _CROSSOVER)
+    for place, (head, kept) in enumerate(parts):
         if head == "snapkv" and _CRITICAL in kept:
-            head = "criticalkv"
             kept.remove(_CRITICAL)
-        parts.append(head + (":" + ",".join(kept) if kept else ""))
-    return "+".join(parts) + (f"@{dtype}" if dtype else "")
+            parts[place] = "criticalkv", kept
+    return _joined(parts) + (f"@{dtype}" if dtype else "")
+
+
+def _without(policy: str, *dropped: re.Pattern[str]) -> list[tuple[str, list[str]]]:
+    """A policy's parts, each a method and its parameters, without those that are dropped."""
+    parts = []
+    for part in policy.split("+"):
+        head, _, tail = part.partition(":")
+        given = filter(None, tail.split(","))
+        kept = [each for each in given if not any(pattern.fullmatch(each) for pattern in dropped)]
+        parts.append((head, kept))
+    return parts
+
+
+def _joined(parts: Sequence[tuple[str, Sequence[str]]]) -> str:
+    return "+".join(head + (":" + ",".join(kept) if kept else "") for head, kept in parts)

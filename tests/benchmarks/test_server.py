@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
+from support.stand_in_servers import SERVES, STARTS, said, wait_for_engine, write_scripts
 
 from benchmarks.common import server
 from benchmarks.common.server import serving
@@ -48,66 +48,13 @@ def test_the_port_is_kept_until_the_server_listens(tmp_path: Path) -> None:
     assert "nobody else gets it" in log.read_text()
 
 
-# vLLM's server heeds no signal while it waits for its engine, and ends when the engine does.
-STARTS = """
-import signal, subprocess, sys
-
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-signal.signal(signal.SIGTERM, lambda *_: None)
-subprocess.Popen([sys.executable, sys.argv[1]], stdin=subprocess.PIPE).wait()
-print("the server ends by itself", flush=True)
-"""
-# Once it is up, it ends its engine when nothing is left to answer.
-SERVES = """
-import signal, subprocess, sys, threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-
-address = "127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
-httpd = HTTPServer(address, Handler)
-signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=httpd.shutdown).start())
-engine = subprocess.Popen([sys.executable, sys.argv[1]], stdin=subprocess.PIPE, text=True)
-httpd.serve_forever()
-engine.communicate("the last answer")
-print("the server ends by itself", flush=True)
-"""
-ENGINE = """
-import signal, sys
-
-
-def end(number, frame):
-    print(f"the engine gets {signal.Signals(number).name}", flush=True)
-    sys.exit()
-
-
-signal.signal(signal.SIGINT, end)
-signal.signal(signal.SIGTERM, end)
-print("the engine is there", flush=True)
-print(f"the engine ends after {sys.stdin.read()}", flush=True)
-"""
-
-
-def wait_for_engine(log: Path) -> None:
-    while "the engine is there" not in log.read_text():
-        time.sleep(0.01)
-
-
 def said_after_ctrl_c(script: str, log: Path) -> list[str]:
     """What `script` logs as a server; Ctrl-C comes once it is up, if `ctrl_c_at_start` does not."""
-    (log.parent / "serve.py").write_text(script)
-    (log.parent / "engine.py").write_text(ENGINE)
-    vllm = [sys.executable, *(str(log.parent / name) for name in ("serve.py", "engine.py"))]
+    vllm = [sys.executable, *map(str, write_scripts(script, log.parent))]
     with pytest.raises(KeyboardInterrupt), serving([], log, os.environ, vllm=vllm):
         wait_for_engine(log)
         raise KeyboardInterrupt
-    return [line for line in log.read_text().splitlines() if line.startswith("the ")]
+    return said(log)
 
 
 @pytest.fixture

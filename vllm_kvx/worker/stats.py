@@ -111,11 +111,6 @@ class PolicyStats:
     def add_decodes(self, step: Step, requests: Requests) -> None:
         """Adds a step in which all requests are past their prompts."""
         rows, size = requests.policy_rows[step.requests], len(self.tokens)
-        if len(rows) == 1:  # It takes less time.
-            row, count = int(rows[0]), int(step.counts[0])
-            self.tokens[row] += count
-            self.layer_tokens_computed[row] += count * self.num_layers
-            return
         tokens = np.bincount(rows, step.counts, minlength=size).astype(np.int64)
         self.tokens += tokens
         self.layer_tokens_computed += tokens * self.num_layers

@@ -41,18 +41,28 @@ def pays(layer: Any, dtype: torch.dtype) -> bool:
     layer: vLLM's, with the heads of this rank. dtype: of its queries.
 
     Raises:
-        ValueError: see `is_on`.
+        ValueError: see `_is_on`.
     """
-    attention = layer.impl
-    if not is_on() or not was_faster(
-        attention.num_heads, attention.num_kv_heads, attention.head_size
-    ):
-        return False
+    impl = layer.impl
+    heads = impl.num_heads, impl.num_kv_heads, impl.head_size
+    return suits(*heads, layer.kv_cache_torch_dtype, dtype, getattr(impl, "logits_soft_cap", None))
+
+
+def suits(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    cache_dtype: torch.dtype,
+    dtype: torch.dtype,
+    soft_cap: float | None,
+) -> bool:
+    """`pays`, of a layer by its parts. heads, kv_heads: of a rank."""
     # It reads entries of the queries' dtype alone, and knows no soft cap.
-    return layer.kv_cache_torch_dtype == dtype and not getattr(attention, "logits_soft_cap", None)
+    can = cache_dtype == dtype and not soft_cap
+    return can and was_faster(heads, kv_heads, head_dim) and _is_on()
 
 
-def is_on() -> bool:
+def _is_on() -> bool:
     """Whether this environment takes it anywhere.
 
     Raises:

@@ -64,24 +64,17 @@ def _rows_in_one_launch(
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
     from vllm_kvx.indexes.table import INDEXES
-    from vllm_kvx.ops.retrieval.one_launch import (
-        does,
-        is_on,
-        longest_of,
-        rows_in_graphs,
-        was_faster,
-    )
+    from vllm_kvx.ops.retrieval.one_launch import does, longest_of, rows_in_graphs, suits
 
-    config = context.vllm_config
-    capped = getattr(config.model_config.hf_text_config, "attn_logit_softcapping", None)
+    config, shape = context.vllm_config, (heads, sizes.kv_heads, sizes.head_dim)
+    model = config.model_config
+    entries = kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model)
+    capped = getattr(model.hf_text_config, "attn_logit_softcapping", None)
     can = does(backends.score, layout.reduction, INDEXES[layout.index])
-    can = can and layout.retrieving.reuse == 1
-    model, cache = config.model_config, config.cache_config
-    can = can and kv_cache_dtype_str_to_dtype(cache.cache_dtype, model) == model.dtype
-    can = can and was_faster(heads, sizes.kv_heads, sizes.head_dim) and not capped
-    if not can or not torch.cuda.is_available() or not is_on():
+    can = can and layout.retrieving.reuse == 1 and torch.cuda.is_available()
+    if not can or not suits(*shape, entries, model.dtype, capped):
         return 0
     drafts, most = config.num_speculative_tokens, config.scheduler_config.max_num_seqs
-    machine = heads, sizes.kv_heads, sizes.head_dim, most * (1 + drafts), torch.device("cuda")
+    longest = longest_of(*shape, most * (1 + drafts), torch.device("cuda"))[2]
     captured = config.compilation_config.cudagraph_capture_sizes or ()
-    return rows_in_graphs(longest_of(*machine)[2], sizes.longest, captured)
+    return rows_in_graphs(longest, sizes.longest, captured)

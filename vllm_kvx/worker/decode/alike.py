@@ -41,8 +41,7 @@ class RankPlan(NamedTuple):
     def of(cls, retrieval: Retrieval, layers: Sequence[HookedLayer]) -> "RankPlan":
         """layers: this rank's policy layers."""
         impl, ops, costs = layers[0].layer.impl, retrieval.backends, retrieval.costs
-        above = [each for each in layers if retrieval.layout.retrieving.retrieves(each.index)]
-        dtypes = {str(each.layer.kv_cache_dtype) for each in above or layers}
+        dtypes = {str(each.layer.kv_cache_dtype) for each in retrieval.above or layers}
         heads = impl.num_heads, impl.num_kv_heads, impl.head_size
         cap = getattr(impl, "logits_soft_cap", None)
         machine = cap, entry_bytes(layers), tuple(sorted(dtypes))

@@ -88,8 +88,8 @@ class Retrieval:
         drafts, rule = vllm_config.num_speculative_tokens, layout.retrieving
         # Where layers read by another's choice, those of all rows that decode at once are kept.
         self.max_rows = self.graph_rows.max_rows if rule.reuse == 1 else max_reqs * (1 + drafts)
-        above = [layer for layer in layers if rule.retrieves(layer.index)]
-        self.beside_stock = BesideStock(above, num_stages, max_reqs, vllm_config, device)
+        self.above = [layer for layer in layers if rule.retrieves(layer.index)]
+        self.beside_stock = BesideStock(self.above, num_stages, max_reqs, vllm_config, device)
         index = INDEXES[layout.index]
         self.scratch = Scratch.of(
             index,
@@ -112,7 +112,7 @@ class Retrieval:
             device=device,
             dtype=dtype,
             # Not where other layers read what one chose.
-            one_launch=rule.reuse == 1 and all(pays(each.layer, dtype) for each in above or layers),
+            one_launch=rule.reuse == 1 and all(pays(e.layer, dtype) for e in self.above or layers),
         )
         self.backends = self.scratch.backends
         machine = (self.backends.score, layout.reduction, impl.num_kv_heads, entry_bytes(layers))
