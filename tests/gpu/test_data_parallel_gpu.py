@@ -19,6 +19,7 @@ from reference.models import add_tokenizer
 from reference.zoo import build
 from support.answers_over_http import ask_server
 from support.expected import FULL, Policy, Read, named
+from support.gpu import why_no_communicator
 from support.parity import assert_parity, room_for
 from support.prompts import VOCAB, prompts_of
 from transformers import AutoTokenizer
@@ -102,6 +103,8 @@ def test_experts_of_two_ranks(tmp_path: Path) -> None:
 
     Prompts come in two waves, the second of a single one: then a rank has nothing to do but that.
     """
+    if reason := why_no_communicator():
+        pytest.skip(reason)
     model = build(tmp_path / "model", "qwen3_moe", head_dim=64, hidden_size=256)
     add_tokenizer(model, VOCAB)
     policies: list[Policy] = [

@@ -87,12 +87,17 @@ def test_one_launch_takes_what_the_fit_says() -> None:
 
 
 def test_one_launch_saves_what_an_engine_saved() -> None:
-    """Llama-3.1-8B's shape, 30 layers of which retrieve. One machine lost what an engine adds."""
-    found = ONE_LAUNCH[8, 512]
-    for name, besides in (
-        ("h200-decode-shorter-code", 0.0),
-        ("h200-few-rows", ONE_LAUNCH_IN_ENGINE_US),
+    """Llama-3.1-8B's shape, 30 layers of which retrieve, its KV heads on one GPU or on two.
+
+    One machine lost what an engine adds.
+    """
+    for name, kv_heads, besides in (
+        ("h200-decode-shorter-code", 8, 0.0),
+        ("h200-few-rows", 8, ONE_LAUNCH_IN_ENGINE_US),
+        ("h200-few-rows-of-1", 8, 0.0),
+        ("h200-few-rows-of-2", 4, 0.0),
     ):
+        found = ONE_LAUNCH[kv_heads, 512]
         engines = json.loads((fit.RESULTS / "engine" / f"{name}.json").read_text())["engines"]
         stock, ours = (engines[each]["cases"] for each in ("stock", "fier-2048"))
         for length in (32_768, 130_000):

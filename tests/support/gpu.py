@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
 # Tests size their pools themselves; what vLLM wants free at start is kept low, so that several run
 # beside each other on a GPU.
 COMPILED: dict[str, Any] = dict(enforce_eager=False, block_size=16, gpu_memory_utilization=0.1)
@@ -9,6 +11,20 @@ COMPILED: dict[str, Any] = dict(enforce_eager=False, block_size=16, gpu_memory_u
 EXACT: dict[str, Any] = dict(COMPILED, attention_config={"backend": "TRITON_ATTN"})
 # Float32 scores of two implementations agree to about this; a closer choice may fall either way.
 NEAR_TIE = 5e-5
+
+
+def why_no_communicator() -> str:
+    """Why vLLM's own NCCL communicator is off here, empty if it is not.
+
+    It is off where NCCL is older than vLLM wants, as torch 2.11's is. Then data-parallel ranks with
+    experts do not start, with a policy or without: vLLM asserts that the communicator is on.
+    """
+    try:
+        NCCLLibrary()
+    except Exception as error:
+        # Whatever ends it: vLLM goes by the same.
+        return f"vLLM's own NCCL communicator is off: {error}"
+    return ""
 
 
 def delta_rule_of(name: str) -> dict[str, Any]:
