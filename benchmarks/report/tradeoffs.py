@@ -28,11 +28,12 @@ from vllm_kvx.tools.tasks.table import GROUPS
 SHAPE, LAYERS = "llama-3.1-8b", 32
 CASES = ("ttft:32768", "ttft:130000", "tpot:32768", "tpot:130000", "pool_decode:32768", "pool")
 _FILES = frozenset({"ruler_niah_multikey_3-4096", "longbench_multifieldqa_zh"})
+LONG = "long answers"
 # Task sets, by what a file says of its tasks.
 SETS: dict[str, Callable[[frozenset[str]], bool]] = {
     "generated": lambda tasks: tasks == frozenset(GROUPS["generated"]),
     "files": lambda tasks: tasks == _FILES,
-    "long answers": lambda tasks: tasks == frozenset(GROUPS["long_answers"]),
+    LONG: lambda tasks: tasks == frozenset(GROUPS["long_answers"]),
     "summaries": lambda tasks: tasks == {"longbench_multi_news"},
     "two turns": lambda tasks: any(task.endswith(SECOND_TURN) for task in tasks),
 }

@@ -11,7 +11,7 @@ from benchmarks.common.names import STOCK, split_name
 from benchmarks.report.cells import MISSING, notes, order, reference, table
 from benchmarks.report.files import File, Kept, kept_of, layers_of
 from benchmarks.report.readme import is_plain
-from benchmarks.report.tradeoffs import NEEDED, answers, best, is_of, setting
+from benchmarks.report.tradeoffs import LONG, NEEDED, answers, best, is_of, setting
 from benchmarks.serving.figures import Setting
 from benchmarks.serving.rates import WITHIN, Bounds, Limits, Load, bounds, tried
 
@@ -33,10 +33,14 @@ where a load has two tables, the one with longer runs says more.
 [How it is measured](../../benchmarks/README.md#what-a-server-holds-within-limits).
 
 Answers are those of real checkpoints under the same setting: the same parameters and, where a
-policy names a layer, the layer at the same share of the depth. *Generated* and *files* are [task
-sets](answers-and-gains.md); *tuned* are weights that were tuned for that policy. What is not
-measured says so, and a rate alone is no reason to choose a policy. An answer kept is one of those
-that `{STOCK}` has right.
+policy names a layer, the layer at the same share of the depth. *Generated*, *files* and *long
+answers* are [task sets](answers-and-gains.md); *tuned* are weights that were tuned for that policy.
+What is not measured says so, and a rate alone is no reason to choose a policy. An answer kept is
+one of those that `{STOCK}` has right.
+
+What no table names, a server or a GPU, was not measured within limits, and "or more" is a search
+whose end was not reached: [a list](../notebook/servers.md#not-measured). The plan
+benchmarks/plans/within.toml has the steps.
 """
 _HEAD = ("server", "requests/s", "of stock's", "p90 TTFT, s", "p90 TPOT, ms")
 _HEAD_NOT = ("not at", "missed there", "answers kept", "file")
@@ -180,7 +184,7 @@ def answers_of(server: str, layers: int, kept: Sequence[Kept]) -> str:
         and setting(each.policy, layers_of(each.model)) == wanted
     ]
     cells = []
-    for name in NEEDED:
+    for name in (*NEEDED, LONG):
         if found := best(each for each in same if is_of(each, name)):
             cells.append(f"{name}: {answers(found)}, {found.model}")
     # A cut at the same share of the layers, with weights that were tuned for it.

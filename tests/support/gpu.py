@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-
 # Tests size their pools themselves; what vLLM wants free at start is kept low, so that several run
 # beside each other on a GPU.
 COMPILED: dict[str, Any] = dict(enforce_eager=False, block_size=16, gpu_memory_utilization=0.1)
@@ -16,14 +14,15 @@ NEAR_TIE = 5e-5
 def why_no_communicator() -> str:
     """Why vLLM's own NCCL communicator is off here, empty if it is not.
 
-    It is off where NCCL is older than vLLM wants, as torch 2.11's is. Then data-parallel ranks with
-    experts do not start, with a policy or without: vLLM asserts that the communicator is on.
+    It is off where NCCL lacks a function that vLLM wants, as torch 2.11's does. Data-parallel ranks
+    with experts do not start then: their all-gather asserts that the communicator is on.
     """
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
     try:
         NCCLLibrary()
-    except Exception as error:
-        # Whatever ends it: vLLM goes by the same.
-        return f"vLLM's own NCCL communicator is off: {error}"
+    except AttributeError as lacks:
+        return f"vLLM's NCCL communicator is off ({lacks}): VLLM_NCCL_SO_PATH may name a newer NCCL"
     return ""
 
 

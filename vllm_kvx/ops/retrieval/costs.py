@@ -152,7 +152,7 @@ COSTS: dict[str, dict[tuple[int, int], Costs]] = {
 # The same of few rows, where one launch does a layer (``one_launch``), by the shapes that it takes,
 # however many query heads share a KV head: fitted by the same command to layers as a step has them,
 # with the rest between (h200-one-launch-shapes.json, h200-costs-in-a-step.json and three files of
-# Llama 3.1 8B's shape). With fewer entries in all no engine was run (h200-few-rows-of-1.json).
+# Llama 3.1 8B's shape). With fewer entries in all no engine retrieved in one launch.
 ONE_LAUNCH_LEAST = 12_288
 ONE_LAUNCH = {
     (2, 256): Costs(11.187, 0.152, 14.803, 0.012, 0.068, ONE_LAUNCH_LEAST),
@@ -163,9 +163,9 @@ ONE_LAUNCH = {
 }
 # And so much longer in an engine, as `IN_ENGINE_US`: from TPOT at 12,288 to 32,768 tokens, by
 # policies of which 30 and 32 layers retrieve, the former while servers started on the host
-# (h200-few-rows.json; 3.4 to 4.0 us). On quiet machines engines lost nothing
-# (h200-decode-shorter-code.json, h200-few-rows-of-1.json): there it is a margin, by which a layer
-# has to gain before an answer may change for it.
+# (h200-few-rows.json; 3.4 to 4.0 us). On two other machines engines lost nothing
+# (h200-decode-shorter-code.json, h200-few-rows-of-1.json), and why is not known: there it is a
+# margin, by which a layer has to gain before an answer may change for it.
 ONE_LAUNCH_IN_ENGINE_US = 3.74
 # On a CPU retrieval gains nothing, and every length may try it.
 _ALWAYS = Costs(whole=0, whole_entry=1, fixed=0, scored=0, read=0)
