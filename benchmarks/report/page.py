@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.common.files import RESULTS, ROOT
 from benchmarks.common.names import STOCK
 from benchmarks.report import loads as under
+from benchmarks.report import one_file, readme, tables, tradeoffs, within
 from benchmarks.report import plots as pictures
-from benchmarks.report import readme, tables, tradeoffs, within
 from benchmarks.report.cells import MISSING
 from benchmarks.report.files import File, Kept, Load, figures_of, kept_of, loads_of, read
 from benchmarks.report.plots import Plot
@@ -126,7 +126,7 @@ def page(files: Sequence[File], others: dict[str, str], folder: str) -> tuple[st
     for file in files:
         if file.kind == "compare":
             lines += ["", f"### {file.title}: {file.model}, {file.gpu}, {file.date}", ""]
-            lines += tables.alone(file, every)
+            lines += one_file.alone(file, every)
     lines += ["", "## Files", "", *tables.sources(files)]
     for why in dict.fromkeys(others.values()):
         names = ", ".join(f"`{name}`" for name, reason in others.items() if reason == why)

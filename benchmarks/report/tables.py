@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 
-from benchmarks.common.names import STOCK, baseline_of, split_name
+from benchmarks.common.names import STOCK, split_name
 from benchmarks.engine.composed import composed
 from benchmarks.engine.ideal import Case
 from benchmarks.report.cells import (
@@ -170,49 +170,6 @@ def interval(each: Kept) -> str:
     """96.8 [94-100], in percent."""
     middle, low, high = (100 * share for share in each.of_full)
     return f"{middle:.1f} [{low:.0f}-{high:.0f}]"
-
-
-def alone(file: File, found: Sequence[Figure]) -> list[str]:
-    """Everything of one file of `benchmarks.engine.compare`."""
-    baseline = baseline_of(file.content["engines"]) or STOCK
-    head = ["policy", "case", baseline, "policy's", "gain", "ideal", "reached", "spread"]
-    rows = []
-    for each in found:
-        if each.file != file:
-            continue
-        spread = each.result.get("spread")
-        ideal = each.ideal
-        rows.append(
-            [
-                f"`{each.engine}`",
-                words(each.case, each.result),
-                value(each.stock),
-                value(each.result),
-                f"{each.ratio:.3f}x",
-                "none" if ideal is None else f"{ideal:.3f}x",
-                "" if ideal is None else f"{100 * each.ratio / ideal:.1f}%",
-                "" if spread is None else f"{100 * spread:.1f}%",
-            ]
-        )
-    for name, engine in file.content["engines"].items():
-        for case, result in engine.get("cases", {}).items():
-            if "error" in result:
-                why = str(result["error"][-1])[:80].replace("|", "/")
-                rows.append([f"`{name}`", words(case), "", f"{MISSING}: {why}", *[""] * 4])
-    return [*_rooms(file), *table(head, rows)]
-
-
-def _rooms(file: File) -> list[str]:
-    """Which servers had room for several policies, and the file's own note, if any."""
-    lines = []
-    for engine, entry in file.content["engines"].items():
-        if others := entry.get("room_for"):
-            names = ", ".join(f"`{name}`" for name in others)
-            lines += [f"The server of `{engine}` had room for {names}, too. Figures of these, and"]
-            lines += ["of compositions, are of requests to it that name them.", ""]
-    if note := file.content.get("note"):
-        lines += [note, ""]
-    return lines
 
 
 def waits(files: Sequence[File]) -> list[str]:
