@@ -1,6 +1,7 @@
 """The table of one file of `benchmarks.engine.compare`: everything that it measured."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from benchmarks.common.names import STOCK, baseline_of
 from benchmarks.report.cells import MISSING, table, value, words
@@ -8,14 +9,16 @@ from benchmarks.report.files import Figure, File
 
 
 def alone(file: File, found: Sequence[Figure]) -> list[str]:
-    """Everything of one file of `benchmarks.engine.compare`."""
+    """Lines for one file: gains over stock, or what engines took where stock was not in the run.
+
+    found: the figures of all files.
+    """
     baseline = baseline_of(file.content["engines"]) or STOCK
     head = ["policy", "case", baseline, "policy's", "gain", "ideal", "reached", "spread"]
     rows = []
     for each in found:
         if each.file != file:
             continue
-        spread = each.result.get("spread")
         ideal = each.ideal
         rows.append(
             [
@@ -26,7 +29,7 @@ def alone(file: File, found: Sequence[Figure]) -> list[str]:
                 f"{each.ratio:.3f}x",
                 "none" if ideal is None else f"{ideal:.3f}x",
                 "" if ideal is None else f"{100 * each.ratio / ideal:.1f}%",
-                "" if spread is None else f"{100 * spread:.1f}%",
+                _spread(each.result),
             ]
         )
     for name, engine in file.content["engines"].items():
@@ -35,9 +38,14 @@ def alone(file: File, found: Sequence[Figure]) -> list[str]:
                 why = str(result["error"][-1])[:80].replace("|", "/")
                 rows.append([f"`{name}`", words(case), "", f"{MISSING}: {why}", *[""] * 4])
             elif baseline not in file.content["engines"]:
-                own = [value(result), "", "", "", f"{100 * result['spread']:.1f}%"]
+                own = [value(result), "", "", "", _spread(result)]
                 rows.append([f"`{name}`", words(case, result), MISSING, *own])
     return [*_rooms(file), *table(head, rows)]
+
+
+def _spread(result: Mapping[str, Any]) -> str:
+    spread = result.get("spread")
+    return "" if spread is None else f"{100 * spread:.1f}%"
 
 
 def _rooms(file: File) -> list[str]:
